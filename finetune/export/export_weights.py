@@ -1,8 +1,10 @@
 """Exports a run: writes it whole or not at all, verifies it, names it only then, and uploads it if asked to."""
 
 import contextlib
+import ctypes
 import errno
 import gc
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +13,7 @@ import filelock
 import huggingface_hub
 import torch
 from safetensors.torch import save_file
-from transformers import GenerationConfig, PretrainedConfig
+from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig
 
 from finetune.checkpoint import trusted_code
 from finetune.config import path_kinds
@@ -23,8 +25,9 @@ from finetune.models.heads import Head
 from finetune.models.model_config import one_line
 from finetune.models.pretrained_files import as_written, written_shapes
 from finetune.tasks.task import TaskData
+from finetune.tasks.task_lookup import find_task
 from finetune.utils.atomic_files import lock_file, remove_path, sync_files, sync_to_disk, write_json
-from finetune.utils.errors import CheckpointError, RecipeError
+from finetune.utils.errors import CheckpointError, FinetuneError, RecipeError
 
 Say = Callable[[str], None]
 
@@ -85,7 +88,10 @@ def export_weights(
     Raises:
         FinetuneError: If it cannot be written, or is not what was trained: then no folder has the name.
     """
-    merge.return_memory_at_once()
+    # Freed memory goes back at once, not into pieces of a growing heap: merging a small model's many tensors held three
+    # copies of it. Source: mallopt(3), M_MMAP_THRESHOLD.
+    if (set_option := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
+        set_option(-3, 1 << 20)
     code = (trusted_code.SHIPPED, "task.name", "task.loss")
     found = find_weights.find_weights(place, step, runs=code, trusted=trust_remote_code)
     target = to if to is not None else found.run / "exports" / kind
@@ -94,9 +100,7 @@ def export_weights(
         head = merge.source_head(found)
         if kind == "adapter":
             _check_has_adapter(found)
-        ready, reason = merge.data_of(found, recipe)
-        if reason is not None:
-            say(f"No validation rows are compared, since the run's data cannot be prepared here: {reason}")
+        ready = _build_data(found, recipe, say)
         job = _Export(found, recipe, ready, kind, shard_size, head, merge.config_of(found, recipe, ready))
         staging = target.with_name(target.name + ".staging")
         try:
@@ -129,6 +133,18 @@ def export_weights(
     return target
 
 
+def _build_data(source: WeightSource, recipe: Recipe, say: Say) -> TaskData:
+    """Returns the run's data; a tokenizer only, if they cannot be prepared here."""
+    try:
+        return find_task(recipe).build_data(recipe, True)
+    except (FinetuneError, OSError) as error:
+        reason = " ".join(str(error).split())
+    say(f"No validation rows are compared, since the run's data cannot be prepared here: {reason}")
+    trusted, there = recipe.model.trust_remote_code, any(source.weights.glob("tokenizer*"))
+    tokenizer = AutoTokenizer.from_pretrained(source.weights, trust_remote_code=trusted) if there else None
+    return TaskData(train=None, tokenizer=tokenizer)
+
+
 def _write_merged(job: _Export, staging: Path, say: Say) -> list[int]:
     """Writes weights and generation config; returns the tokens at which generation stops. So does `_write_adapter`."""
     base = job.recipe.model.name or "base"
@@ -155,7 +171,9 @@ def _write_adapter(job: _Export, staging: Path, say: Say) -> list[int]:
     weights, section = job.source.weights, job.recipe.model
     tensors = merge.load_tensors(weights / merge.ADAPTER)
     save_file({name: tensor.float() for name, tensor in tensors.items()}, staging / merge.ADAPTER, {"format": "pt"})
-    lora_adapters.copy_adapter_config(weights, staging, base=str(section.name), revision=section.revision)
+    config = path_kinds.adapter_config(weights) | {"inference_mode": True, "revision": section.revision}
+    config["base_model_name_or_path"] = section.name
+    (staging / "adapter_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     stops: list[int] = []
     if job.head.next_token:
         # peft takes the base's; this one is for people to give to `generate`, and for ours.

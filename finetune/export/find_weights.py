@@ -6,15 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from finetune.checkpoint import integrity, trusted_code
-from finetune.checkpoint.checkpoint_store import (
-    CheckpointStore,
-    LocalCheckpointStore,
-    find_checkpoint,
-    name_of,
-    open_store,
-    step_of,
-)
+from finetune.checkpoint import checkpoint_store, integrity, trusted_code
+from finetune.checkpoint.checkpoint_store import CheckpointStore, name_of, step_of
 from finetune.checkpoint.run_facts import RUN, read_facts
 from finetune.config import path_kinds
 from finetune.config.recipe import load_recipe
@@ -111,7 +104,7 @@ def _locate(place: Path, step: int | None) -> tuple[Path, CheckpointStore, str |
     if _is_checkpoint(place):
         if step is not None and step != step_of(place.resolve().name):
             raise CheckpointError(f"{place} is one checkpoint, and not that of step {step}. Leave --step out.")
-        folder, store = place.resolve(), LocalCheckpointStore(place.resolve().parent)
+        folder, store = place.resolve(), checkpoint_store.LocalCheckpointStore(place.resolve().parent)
         run = folder.parent.parent
         _check_links(run)
         if not (run / "recipe.yaml").is_file():
@@ -128,7 +121,7 @@ def _locate(place: Path, step: int | None) -> tuple[Path, CheckpointStore, str |
             f"{place} is no run (it has no recipe.yaml) and no checkpoint of one (no manifest.json). Name a run "
             "directory, such as runs/sample, or runs/sample/checkpoints/step-00000100."
         )
-    checkpoints = open_store(place)
+    checkpoints = checkpoint_store.open_store(place)
     names = checkpoints.list_names()
     if step is not None:
         if name_of(step) not in names:
@@ -159,7 +152,7 @@ def _check_links(run: Path) -> None:
 
 
 def _is_checkpoint(place: Path) -> bool:
-    return find_checkpoint(place)[1] is not None or step_of(place.name) is not None
+    return checkpoint_store.find_checkpoint(place)[1] is not None or step_of(place.name) is not None
 
 
 def _facts(run: Path) -> dict[str, Any]:

@@ -1,12 +1,11 @@
 """Builds the network that was trained, and the merged one that is written."""
 
-import ctypes
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from finetune.checkpoint import trusted_code
 from finetune.checkpoint.run_fingerprint import base_of
@@ -19,9 +18,9 @@ from finetune.models.heads import Head
 from finetune.models.model_config import resolve_model_config
 from finetune.models.pretrained_files import stored_dtype, weights_folder
 from finetune.tasks.task import TaskData
-from finetune.tasks.task_lookup import BUILT_IN, find_task, head_of, task_config
+from finetune.tasks.task_lookup import BUILT_IN, head_of, task_config
 from finetune.utils.compat import transformers_private
-from finetune.utils.errors import CheckpointError, FinetuneError, RecipeError
+from finetune.utils.errors import CheckpointError, RecipeError
 
 ADAPTER = "adapter_model.safetensors"
 
@@ -40,22 +39,6 @@ def source_head(source: WeightSource) -> Head:
             f"{source.weights}."
         )
     return head
-
-
-def data_of(source: WeightSource, recipe: Recipe) -> tuple[TaskData, str | None]:
-    """Returns the run's data, and the reason if there are none: then there is a tokenizer only.
-
-    Args:
-        recipe: The run's, with the base at its place, beside which the tokenizer may lie.
-    """
-    try:
-        return find_task(recipe).build_data(recipe, True), None
-    except (FinetuneError, OSError) as error:
-        reason = " ".join(str(error).split())
-    trusted = recipe.model.trust_remote_code
-    there = any(source.weights.glob("tokenizer*"))
-    tokenizer = AutoTokenizer.from_pretrained(source.weights, trust_remote_code=trusted) if there else None
-    return TaskData(train=None, tokenizer=tokenizer), reason
 
 
 def with_base(source: WeightSource, base: str | None) -> Recipe:
@@ -172,17 +155,6 @@ def base_folder(recipe: Recipe) -> Path | None:
         return None if recipe.model.name is None else weights_folder(recipe.model.name, recipe.model.revision)
     except OSError:
         return None
-
-
-def return_memory_at_once() -> None:
-    """Has the C library give each freed tensor's memory back, instead of keeping it in pieces of a growing heap.
-
-    Without this, merging a small model's many tensors held three copies of it. Where there is no such call, nothing
-    happens. Source: mallopt(3), M_MMAP_THRESHOLD.
-    """
-    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
-    if set_option is not None:
-        set_option(-3, 1 << 20)
 
 
 def _from_weights(source: WeightSource, recipe: Recipe) -> Recipe:

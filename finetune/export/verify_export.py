@@ -114,24 +114,24 @@ def check_files(
         found[name], size = tuple(tensor.shape), size + tensor.nbytes
         if name in ties or name in ties.values():
             twice[name] = tensor
-    _check_names(folder, found, expected, ties)
     for name, other in ties.items():
         if name in twice and other in twice and not torch.equal(twice[name], twice[other]):
             raise CheckpointError(
                 f"{folder}: {name} and {other} are one weight (tie_word_embeddings), but were written with different "
                 "values, of which only one would be read. Export it again, or set tie_word_embeddings to false."
             )
-    _check_size(folder, found, size, dtype)
+    # A tied name may be missing.
+    _check_listing(folder, found, {n: s for n, s in expected.items() if n in found or n not in ties}, size, dtype)
     return f"Written: {len(expected) - len(ties)} tensors of {str(dtype).removeprefix('torch.')}, {size:,} bytes."
 
 
-def _check_names(
-    folder: Path, found: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]], ties: Mapping[str, str]
+def _check_listing(
+    folder: Path, found: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]], size: int, dtype: torch.dtype
 ) -> None:
+    """Compares names, shapes and sizes of what was written with what was to be."""
+    missing, unexpected = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
     if not found:
         raise CheckpointError(f"{folder} holds no tensor: nothing was written. Take another step with --step.")
-    missing = sorted(set(expected) - set(found) - set(ties))
-    unexpected = sorted(set(found) - set(expected))
     if missing or unexpected:
         raise CheckpointError(
             f"{folder}: {len(missing)} tensors are missing ({', '.join(missing[:3]) or 'none'}) and {len(unexpected)} "
@@ -140,9 +140,6 @@ def _check_names(
     for name, shape in found.items():
         if shape != expected[name]:
             raise CheckpointError(f"{folder}: {name} has shape {list(shape)}, not {list(expected[name])}.")
-
-
-def _check_size(folder: Path, found: dict[str, tuple[int, ...]], size: int, dtype: torch.dtype) -> None:
     wanted = sum(torch.Size(shape).numel() for shape in found.values()) * dtype.itemsize
     on_disk = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     told = _read_index(folder)["metadata"]["total_size"] if (folder / INDEX).is_file() else size

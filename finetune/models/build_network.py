@@ -39,7 +39,10 @@ def build_model(recipe: Recipe, config: PretrainedConfig, head: Head) -> nn.Modu
         RecipeError: If weights are missing or the architecture cannot do what is asked.
     """
     section = recipe.model
-    network, stored = _as_stored(recipe, config, head)
+    stored = base_dtype(recipe)
+    network = build_base_model(recipe, config, head, dtype=stored, loading=quantization.loading_config(section))
+    if stored != torch.float32:
+        _restore_buffers(network)
     if section.rope_scaling is not None and section.rope_scaling.type == "dynamic":
         fix_dynamic_rope(network, recipe.data.sequence_length)
     quantization.quantize(network, section)
@@ -73,15 +76,6 @@ def fix_dynamic_rope(network: nn.Module, length: int) -> None:
             )
             module.inv_freq.copy_(fixed)
             module.max_seq_len_cached, module.original_max_seq_len = length, 0
-
-
-def _as_stored(recipe: Recipe, config: PretrainedConfig, head: Head) -> tuple[PreTrainedModel, torch.dtype]:
-    """Returns a network as `frozen_weights.cast_frozen` takes it, and the dtype that its weights are stored in."""
-    stored = base_dtype(recipe)
-    network = build_base_model(recipe, config, head, dtype=stored, loading=quantization.loading_config(recipe.model))
-    if stored != torch.float32:
-        _restore_buffers(network)
-    return network, stored
 
 
 def base_dtype(recipe: Recipe) -> torch.dtype:

@@ -193,24 +193,6 @@ def config_of(network: nn.Module) -> Any:
     return inner.config
 
 
-def copy_adapter_config(source: Path, folder: Path, *, base: str, revision: str | None) -> None:
-    """Writes an adapter's configuration into another folder, with the place of its base.
-
-    Raises:
-        CheckpointError: If there is none to read.
-    """
-    from peft import PeftConfig
-
-    try:
-        config = PeftConfig.from_pretrained(str(source))
-    except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(
-            f"{source / 'adapter_config.json'} cannot be read: {error}. Take another step."
-        ) from error
-    config.base_model_name_or_path, config.revision, config.inference_mode = base, revision, True
-    config.save_pretrained(str(folder))
-
-
 def _is_adapted(network: nn.Module) -> bool:
     return hasattr(network, "get_base_model")
 

@@ -57,9 +57,9 @@ class Weights:
 
     def _tensors(self) -> list[tuple[Path, str]]:
         # Names in files may have the prefix of the base model, or lack it.
-        skipped = self.not_weights | {_without_prefix(name) for name in self.not_weights}
+        skipped = self.not_weights | {name.partition(".")[2] for name in self.not_weights}
         found = [(file, name) for file in weight_files(self.folder) for name in _dtypes(file)]
-        return [(f, name) for f, name in found if name not in skipped and _without_prefix(name) not in self.not_weights]
+        return [(f, n) for f, n in found if n not in skipped and n.partition(".")[2] not in self.not_weights]
 
 
 def load_pretrained(
@@ -239,9 +239,8 @@ def as_written(network: PreTrainedModel, state: dict[str, torch.Tensor]) -> dict
 
 def written_one_by_one(network: PreTrainedModel) -> bool:
     """True if each tensor that `save_pretrained` writes is made of a single one of the network's."""
-    parts = [as_written(network, {name: t.to("meta")}) for name, t in network.state_dict().items()]
-    pairs = [(name, tuple(tensor.shape)) for part in parts for name, tensor in part.items()]
-    whole = written_shapes(network)
+    alone = (as_written(network, {name: t.to("meta")}) for name, t in network.state_dict().items())
+    pairs, whole = [(name, tuple(t.shape)) for part in alone for name, t in part.items()], written_shapes(network)
     return len(pairs) == len(whole) and dict(pairs) == whole
 
 
@@ -329,10 +328,6 @@ def _finite(tensor: torch.Tensor) -> bool:
     # One pass without a copy; both ends are NaN where any number is.
     ends = (tensor.float() if tensor.itemsize == 1 else tensor).aminmax()
     return all(bool(torch.isfinite(end)) for end in ends)
-
-
-def _without_prefix(name: str) -> str:
-    return name.partition(".")[2]
 
 
 def _some(names: Iterable[str]) -> str:

@@ -248,12 +248,12 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str, tuple[Any, str]]] = {
     "missing": (
         lambda f: change(f, lambda t: t.pop(PROJ)),
         rf"1 tensors are missing \({PROJ}\)",
-        (verify_export, "_check_names"),
+        (verify_export, "_check_listing"),
     ),
     "unexpected": (
         lambda f: change(f, lambda t: t.update(more=torch.ones(2))),
         r"unexpected \(more\)",
-        (verify_export, "_check_names"),
+        (verify_export, "_check_listing"),
     ),
     "empty": (
         lambda f: change(f, lambda t: t.update({PROJ: torch.ones(0)})),
@@ -263,14 +263,14 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str, tuple[Any, str]]] = {
     "of another shape": (
         lambda f: change(f, lambda t: t.update({PROJ: t[PROJ].T.contiguous()})),
         rf"{PROJ} has shape \[64, 172\], not \[172, 64\]",
-        (verify_export, "_check_names"),
+        (verify_export, "_check_listing"),
     ),
     "of another type": (
         lambda f: change(f, lambda t: t.update({PROJ: t[PROJ].half()})),
         r"the tensors take 1,018,112 bytes",
-        (verify_export, "_check_size"),
+        (verify_export, "_check_listing"),
     ),
-    "written twice": (twice, r"the tensors take 2,080,256 bytes, .* need 1,040,128", (verify_export, "_check_size")),
+    "written twice": (twice, r"the tensors take 2,080,256 bytes, .* need 1,040,128", (verify_export, "_check_listing")),
 }
 
 
