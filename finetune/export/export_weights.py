@@ -299,8 +299,7 @@ def check_login(name: str) -> None:
         huggingface_hub.HfApi().whoami()
     except Exception as error:  # the client's errors have many classes
         raise CheckpointError(
-            f"--push-to {name}: the hub does not accept this login, or cannot be reached: {one_line(error)[:300]}. "
-            "Nothing was written."
+            f"--push-to {name}: the hub refuses this login, or is out of reach: {one_line(error)[:300]}."
         ) from error
 
 
@@ -316,7 +315,6 @@ def push_folder(folder: Path, name: str) -> str:
         api.upload_folder(repo_id=place.repo_id, folder_path=str(folder), commit_message="Export")
     except Exception as error:  # the client's errors have many classes
         raise CheckpointError(
-            f"--push-to {name}: {one_line(error)[:300]}. The export is whole, in {folder}: upload it with "
-            f"`hf upload {name} {folder}`."
+            f"--push-to {name}: {one_line(error)[:300]}. The export is whole, in {folder}: `hf upload {name} {folder}`."
         ) from error
     return str(place)

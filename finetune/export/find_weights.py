@@ -50,8 +50,7 @@ class WeightSource:
         absent = [name for name in self.ends if name not in known]
         if absent:
             raise CheckpointError(
-                f"{self.run / 'run.json'} says that answers end in '{absent[0]}', which the tokenizer does not know. "
-                "Restore the run's tokenizer."
+                f"The run's tokenizer does not know '{absent[0]}', in which answers end by {self.run / 'run.json'}."
             )
         return [int(known[name]) for name in self.ends]
 
@@ -145,10 +144,7 @@ def _check_links(run: Path) -> None:
     """Refuses links, by which a run from elsewhere would have other places read and written."""
     for path in (*(run / name for name in _NAMES), *sorted((run / "model").glob("*"))):
         if path.is_symlink():
-            raise CheckpointError(
-                f"{path} is a symbolic link, and links in a run directory are not followed. Put what it leads to in "
-                "its place."
-            )
+            raise CheckpointError(f"{path} is a symbolic link, and links in a run directory are not followed.")
 
 
 def _is_checkpoint(place: Path) -> bool:

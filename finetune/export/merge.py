@@ -60,8 +60,7 @@ def with_base(source: WeightSource, base: str | None) -> Recipe:
     recorded = source.facts.get("base")
     if recorded is None:
         raise CheckpointError(
-            f"{source.run / 'run.json'} does not say which base the run began with, so nothing can be merged onto it "
-            "safely. Restore the file from a copy."
+            f"{source.run / 'run.json'} does not say which base the run began with. Restore the file from a copy."
         )
     try:
         found = base_of(recipe)

@@ -148,8 +148,7 @@ def _write_pretrained(
     absent = [name for name in missing if tied.get(name) not in blanks]
     if absent or unexpected:
         raise CheckpointError(
-            f"The gathered weights do not fit the network: missing {absent}, unexpected {unexpected}. "
-            "Nothing was written."
+            f"The gathered weights do not fit the network: missing {absent}, unexpected {unexpected}."
         )
     if twice := sorted(tied.keys() & blanks.keys()):
         raise _not_trained(
@@ -209,7 +208,6 @@ def check_written(place: Path, expected: dict[str, torch.Tensor]) -> None:
 
 def _not_trained(folder: Path, difference: str) -> CheckpointError:
     return CheckpointError(
-        f"{folder}, read back, is not the network that was trained: {difference}. It has not got its name. Where a "
-        "checkpoint was saved, write the model from it with `finetune export`; if this happens again, look for a disk "
-        "or memory that fails."
+        f"{folder}, read back, is not the network that was trained: {difference}. Write the model from a checkpoint "
+        "with `finetune export`; if this happens again, look for a disk or memory that fails."
     )

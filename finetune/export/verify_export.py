@@ -106,8 +106,7 @@ def check_files(
         if tensor.is_floating_point() and not bool(fits.all()):
             raise CheckpointError(
                 f"{folder}: {name} holds {int((~torch.isfinite(tensor)).sum()):,} numbers that are NaN or infinite"
-                f"{', as fp16 ends at 65,504' if dtype == torch.float16 else ''}. Take a step before the weights broke "
-                "(--step)."
+                f"{', as fp16 ends at 65,504' if dtype == torch.float16 else ''}. Take an earlier step (--step)."
             )
         if tensor.numel() == 0:
             raise CheckpointError(f"{folder}: {name} is empty. What it was written from was never gathered.")
@@ -262,8 +261,7 @@ def check_figures(
         raise CheckpointError(f"Opening {folder} in a fresh process, transformers finds {listing}.")
     if probe.moved == 0:
         raise CheckpointError(
-            f"{folder}: the adapter changes no logit of its base: nothing was trained, or it was lost as it was saved. "
-            "Take another step with --step."
+            f"{folder}: the adapter changes no logit of its base: nothing was trained. Take another step with --step."
         )
     (name, away), (most, most_loss), distance, loss = worst, TOLERANCE[dtype], answer["distance"], answer["loss"]
     loss_away, wrong_loss, right_loss = 0.0, "", ""

@@ -95,8 +95,7 @@ def freeze_modules(network: nn.Module, wanted: str | tuple[str, ...]) -> None:
         modules[name].requires_grad_(False)
     if not any(p.requires_grad for p in network.parameters()):
         raise RecipeError(
-            f"model.freeze: {wanted!r} leaves nothing to train. Leave some modules out of it, or add a `lora` section "
-            "(which freezes the model by itself)."
+            f"model.freeze: {wanted!r} leaves nothing to train. Leave some modules out of it, or add a `lora` section."
         )
 
 

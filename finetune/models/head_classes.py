@@ -53,8 +53,7 @@ def _names(values: dict[str, Any], where: str) -> tuple[str, ...]:
     meant = [names for names in both if names and not _made_up(names)]
     if len(set(meant)) > 1:
         raise RecipeError(
-            f"{where}: id2label and label2id contradict each other ({', '.join(meant[0])}; {', '.join(meant[1])}). "
-            "Correct the one that is wrong."
+            f"{where}: id2label and label2id contradict each other ({', '.join(meant[0])}; {', '.join(meant[1])})."
         )
     return next(iter([*meant, *both]))
 

@@ -118,9 +118,8 @@ def fill_adapters(network: nn.Module, tensors: Mapping[str, torch.Tensor], place
     missing, unexpected = sorted(set(keys.values()) - set(tensors)), sorted(set(tensors) - set(keys.values()))
     if missing or unexpected:
         raise CheckpointError(
-            f"{place} does not fit the recipe's adapters: {len(missing)} tensors are missing "
-            f"({', '.join(missing[:3]) or 'none'}), {len(unexpected)} are unexpected "
-            f"({', '.join(unexpected[:3]) or 'none'}). Take the adapter and the recipe of one run."
+            f"{place} is of other adapters: {len(missing)} tensors are missing ({', '.join(missing[:3]) or 'none'}), "
+            f"{len(unexpected)} are unexpected ({', '.join(unexpected[:3]) or 'none'}). Take those of the recipe's run."
         )
     state = network.state_dict()
     for name, key in keys.items():
@@ -211,8 +210,7 @@ def _choose_modules(network: PreTrainedModel, section: LoraSection, head: Head |
         # peft's ensure_weight_tying keeps them one weight, but opens no file that holds it once.
         raise RecipeError(
             f"lora.save_modules: {' and '.join(ends)} of this {kind} are one weight (tie_word_embeddings), which a "
-            "copy of one of them would part. Leave them out, train all weights (no lora section), or take a model that "
-            "does not tie them."
+            "copy of one of them would part. Leave them out, or train all weights (no lora section)."
         )
     if head is not None and not head.next_token and body is not network:
         # What a task's head adds to the pretrained body.
@@ -222,8 +220,7 @@ def _choose_modules(network: PreTrainedModel, section: LoraSection, head: Head |
     linear = [name for name, module in network.named_modules() if type(module).__name__ in _LINEAR]
     if not linear:
         raise RecipeError(
-            f"lora: {kind} has no linear modules, which adapters are put beside. Remove the section to train all of "
-            "it, or take another architecture."
+            f"lora: {kind} has no linear modules, which adapters are put beside. Remove the section to train all of it."
         )
     if section.targets == "all-linear":
         found = [name for name in linear if name not in outputs]

@@ -78,9 +78,8 @@ def resolve_model_config(
         )
     if size is not None and size > text.vocab_size:
         raise RecipeError(
-            f"The tokenizer has {size} pieces, but the model's vocabulary holds {text.vocab_size}: the last "
-            f"{size - text.vocab_size} have no embedding. Use the model's own tokenizer, or set vocab_size of "
-            f"model.config (or tokenizer.vocab_size) so that they fit."
+            f"The tokenizer has {size} pieces, but the model's vocabulary holds {text.vocab_size}. Use the model's own "
+            "tokenizer, or set vocab_size of model.config (or tokenizer.vocab_size) so that they fit."
         )
     if num_labels is not None:
         config.num_labels = num_labels
@@ -109,9 +108,8 @@ def stretch_positions(config: PretrainedConfig, section: RopeScalingSection) -> 
         )
     if parameters.get("rope_type", "default") != "default":
         raise RecipeError(
-            f"model.rope_scaling: this {config.model_type} model has positions that are stretched already "
-            f"({parameters['rope_type']}, rope_parameters in its config.json). Remove the section, or take its base "
-            "model."
+            f"model.rope_scaling: positions of this {config.model_type} are stretched already "
+            f"({parameters['rope_type']}, rope_parameters of config.json). Remove the section, or take its base model."
         )
     if nested and section.type == "dynamic":
         raise RecipeError(
@@ -142,8 +140,7 @@ def _config_from_recipe(values: dict[str, Any], vocab_size: int | None, sequence
         default = AutoConfig.for_model(model_type)
     except Exception as error:  # a few architectures refuse the sizes of their own configuration
         raise RecipeError(
-            f"model.config: transformers has no configuration of {model_type} to start from: {one_line(error)}. "
-            "Name a model in model.name instead."
+            f"model.config: transformers has no configuration of {model_type} to start from: {one_line(error)}."
         ) from error
     known = set(default.to_dict()) | set(default.attribute_map)
     unknown = sorted(key for key in set(values) - known if not _reads(default, key))
@@ -151,9 +148,7 @@ def _config_from_recipe(values: dict[str, Any], vocab_size: int | None, sequence
         meant = hint(unknown[0], sorted(known), cutoff=0.6) or "."
         if unknown[0] in ("rope_theta", "rope_scaling") and "rope_parameters" in known:
             # What transformers 4 called them, and many published configurations still do.
-            meant = (
-                "; write rope_parameters: {rope_type: default, rope_theta: 500000.0}, with the values that you want."
-            )
+            meant = "; write rope_parameters: {rope_type: default, rope_theta: 500000.0}, with your values."
         raise RecipeError(f"model.config: {model_type} has no key {', '.join(map(repr, unknown))}{meant}")
     renamed = dict(default.attribute_map)
     given = set(values) | {renamed.get(key, key) for key in values} | {a for a, n in renamed.items() if n in values}

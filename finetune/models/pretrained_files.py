@@ -83,8 +83,7 @@ def load_pretrained(
         if pickles and not weight_files(folder):
             raise RecipeError(
                 f"{folder} holds weights as a pickle only ({_some(pickles)}), which can run code when it is read. If "
-                "you trust it, convert it once: `AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR)` "
-                "of transformers writes safetensors."
+                "you trust it, convert it: `AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR)`."
             )
         refuse_adapter(folder)
     try:
@@ -126,8 +125,7 @@ def load_pretrained(
         )
     if options.get("device_map") == "meta" and (other := _other_network(network, auto, options["trust_remote_code"])):
         raise RecipeError(
-            f"{folder}: what transformers makes of these files is not the network that config.json describes: {other}. "
-            "Take a folder that holds the model alone."
+            f"{folder}: what transformers makes of it is not what config.json describes: {other}. Take the model alone."
         )
     lines = []
     if drawn:

@@ -99,8 +99,7 @@ def quantize(network: PreTrainedModel, section: ModelSection) -> None:
     packed: list[Any] = [m for m in network.modules() if isinstance(m, (bnb.nn.Linear4bit, Linear8bit))]
     if not packed:
         raise RecipeError(
-            f"model.quantization: {type(network).__name__} has no linear modules that can be packed. Leave "
-            "quantization out, or take another architecture."
+            f"model.quantization: {type(network).__name__} has no linear modules that can be packed. Leave it out."
         )
     for module in packed:
         if isinstance(module, bnb.nn.Linear4bit):
