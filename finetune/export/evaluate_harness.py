@@ -45,7 +45,7 @@ def evaluate_harness(
     limit: int | None = None,
     batch_size: int | None = None,
 ) -> list[dict[str, Any]]:
-    """Returns the figures of tasks, as lm_eval computes them with its own seeds.
+    """Returns lm_eval's figures, by its own seeds: a row for each task or group, metric and filter.
 
     Args:
         tasks: Names that lm_eval knows, `*` for any letters, or paths (with a slash, or ending in `.yaml`) of task
@@ -54,9 +54,6 @@ def evaluate_harness(
         num_fewshot: Examples in front of each question; the task's own number if None.
         limit: Questions of each task; all if None.
         batch_size: Texts in a forward pass; 8 if None.
-
-    Returns:
-        Rows, one for each task or group, metric and filter, as `harness.json` keeps it.
 
     Raises:
         RecipeError: If there is no such task.
@@ -200,10 +197,7 @@ def read_results(folder: Path) -> list[dict[str, Any]]:
 
 
 def add_results(folder: Path, rows: list[dict[str, Any]]) -> Path:
-    """Writes figures behind those that are there, and instead of those of the same evaluation.
-
-    Returns:
-        The file.
+    """Writes figures behind those that are there, and instead of those of the same evaluation; returns the file.
 
     Raises:
         CheckpointError: If it cannot be read or written.

@@ -58,7 +58,8 @@ class _Export:
         """Quantisation of the base in training: as the recipe says, or `stored` so; None if there was none."""
         if self.recipe.lora is None:
             return None
-        return "stored" if merge.is_quantised(self.config) else self.recipe.model.quantization
+        stored = getattr(self.config, "quantization_config", None) is not None
+        return "stored" if stored else self.recipe.model.quantization
 
 
 def export_weights(
@@ -72,7 +73,7 @@ def export_weights(
     shard_size: str = "5GB",
     trust_remote_code: bool = False,
 ) -> Path:
-    """Writes a run's weights so that transformers or peft opens them, and verifies that they are what was trained.
+    """Writes a run's weights, verified to be what was trained, for transformers or peft to open; returns the folder.
 
     Args:
         place: A run, or one of its checkpoints.
@@ -81,9 +82,6 @@ def export_weights(
         base: The base at another place than the recipe's.
         trust_remote_code: Whether Python code that the run names or brings may run, though this user did not start it
             on this machine.
-
-    Returns:
-        The folder.
 
     Raises:
         FinetuneError: If it cannot be written, or is not what was trained: then no folder has the name.

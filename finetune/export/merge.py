@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from finetune.checkpoint import trusted_code
 from finetune.checkpoint.run_fingerprint import base_of
@@ -108,7 +108,7 @@ def build_trained(
     else:
         plain = _with_model(recipe, quantization=None)
         base: Any = build_base_model(plain, config, head, dtype=dtype)
-        if is_quantised(base.config):
+        if getattr(base.config, "quantization_config", None) is not None:
             base = base.dequantize()
             if hasattr(base.config, "quantization_config"):
                 del base.config.quantization_config
@@ -126,10 +126,6 @@ def build_merged(source: WeightSource, recipe: Recipe, ready: TaskData, dtype: t
     """
     stored = stored_dtype(source.weights) if recipe.lora is None else base_dtype(recipe)
     return lora_adapters.merge_adapters(build_trained(source, recipe, ready, quantised=False, dtype=stored), dtype)
-
-
-def is_quantised(config: PretrainedConfig) -> bool:
-    return getattr(config, "quantization_config", None) is not None
 
 
 def load_tensors(file: Path) -> dict[str, torch.Tensor]:

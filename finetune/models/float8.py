@@ -18,9 +18,6 @@ from finetune.models.quantization import as_autocast
 from finetune.utils.compat.library_versions import require_installed
 from finetune.utils.errors import RecipeError
 
-# As torchao names it.
-_SCALING = "rowwise_with_gw_hp"
-
 # The first GPUs with such products. Source: NVIDIA, CUDA C++ Programming Guide, compute capabilities.
 _CAPABILITY = (8, 9)
 
@@ -64,7 +61,7 @@ def convert(network: PreTrainedModel, how: bool | Literal["emulated"]) -> None:
             return False
         return bool(filter_linear_layers(module, name, list(ends)))
 
-    config = replace(Float8LinearConfig.from_recipe_name(_SCALING), emulate=how == "emulated")
+    config = replace(Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp"), emulate=how == "emulated")
     convert_model_to_fp8_ao(network, config, wanted)
     for module in _converted(network):
         # torchao's module heeds the autocast of GPUs only.

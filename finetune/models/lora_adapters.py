@@ -3,8 +3,9 @@
 peft is imported where it is used: that takes a second, which a run without adapters need not wait.
 """
 
+import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PreTrainedModel
 
+from finetune.config.recipe import hint
 from finetune.config.recipe_schema import LoraSection, Recipe
 from finetune.models.heads import Head
-from finetune.models.module_matching import embeddings_and_head, match_names
 from finetune.utils.compat.peft_private import without_bitsandbytes
 from finetune.utils.errors import CheckpointError, RecipeError
 
@@ -28,6 +29,11 @@ def transformer(network: nn.Module) -> PreTrainedModel | None:
     adapted: Any = network
     inner = adapted.get_base_model() if _is_adapted(network) else network
     return inner if isinstance(inner, PreTrainedModel) else None
+
+
+def embeddings_and_head(network: Any) -> tuple[nn.Module | None, nn.Module | None]:
+    """Returns the input embedding and the output head of one of transformers' networks, as far as it has them."""
+    return network.get_input_embeddings(), network.get_output_embeddings()
 
 
 def attach(network: nn.Module, recipe: Recipe, head: Head | None = None) -> nn.Module:
@@ -190,6 +196,41 @@ def config_of(network: nn.Module) -> Any:
     inner = transformer(network)
     assert inner is not None
     return inner.config
+
+
+def match_names(
+    key: str, wanted: str | Sequence[str], names: Sequence[str], *, kind: str, of: str, also: str = ""
+) -> list[str]:
+    """Returns the full names that are meant, in the order of `names`.
+
+    Args:
+        key: The recipe's key, for messages; likewise `kind` (of the named things) and `of` (their owner).
+        wanted: One regular expression, which is compared with whole names, or last parts of names.
+        names: Full dotted names to choose from.
+        also: A word that would be allowed as well.
+
+    Raises:
+        RecipeError: If nothing is meant by the expression, or by one of the parts.
+    """
+    words = sorted({name.rsplit(".", 1)[-1] for name in names if not name.rsplit(".", 1)[-1].isdecimal()})
+    if isinstance(wanted, str):
+        found = [name for name in names if re.fullmatch(wanted, name)]
+        if not found:
+            meant = hint(wanted, [also, *(f"[{word}]" for word in words)])
+            raise RecipeError(
+                f"{key}: the regular expression '{wanted}' matches none of the {len(names)} {kind}s of "
+                f"{of}{meant or '.'} It is compared with whole names, such as {' and '.join(names[:2])}."
+            )
+        return found
+    found = []
+    for word in wanted:
+        named = [name for name in names if f".{name}".endswith(f".{word}")]
+        if not named:
+            raise RecipeError(
+                f"{key}: '{word}' is no {kind} of {of}{hint(word, words) or '.'} Its {kind}s are {', '.join(words)}."
+            )
+        found += named
+    return sorted(set(found), key=names.index)
 
 
 def _is_adapted(network: nn.Module) -> bool:

@@ -22,8 +22,7 @@ from finetune.distributed.strategies import tensor
 from finetune.distributed.strategies.tensor import SharedInputs
 from finetune.models import chunked_loss, quantization
 from finetune.models.frozen_weights import StoredLinear
-from finetune.models.lora_adapters import transformer
-from finetune.models.module_matching import embeddings_and_head
+from finetune.models.lora_adapters import embeddings_and_head, transformer
 from finetune.utils.errors import BackendError
 
 _COLUMNS = {"colwise": False, "colwise_gather_output": True, "colwise_rep": True}
