@@ -1,11 +1,11 @@
 """Opens an exported folder in a fresh process, by transformers and peft alone, and compares it with what was trained.
 
-Run as a file, so that nothing else of this toolkit is imported: `python -P fresh_process.py QUESTION`, in JSON. The
-answer is the last line that it prints.
+Run as a file, so that nothing else of this toolkit is imported: `python -P fresh_process.py QUESTION`, in JSON.
 """
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -63,7 +63,7 @@ def compare(ask: dict[str, Any]) -> dict[str, Any]:
     """Returns the differences between the opened network and the trained one."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    given = load_file(ask["tensors"])
+    given = load_file(Path(ask["place"], "tensors.safetensors"))
     network, report = _open(ask)
     logits, expected = compute_logits(network, select_inputs(given, "probe"), ask["options"]), given["expected"]
     return {
@@ -76,4 +76,5 @@ def compare(ask: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.stdout.write("\n" + json.dumps(compare(json.loads(sys.argv[1]))))
+    question = json.loads(sys.argv[1])
+    Path(question["place"], "answer.json").write_text(json.dumps(compare(question)), encoding="utf-8")

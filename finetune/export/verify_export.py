@@ -214,16 +214,15 @@ def open_in_fresh_process(folder: Path, probe: Probe, about: dict[str, Any]) -> 
         CheckpointError: If it cannot open it.
     """
     with temporary_folder() as place:
-        file = place / "tensors.safetensors"
-        save_file(probe.tensors, file)
-        question = {"folder": str(folder.resolve()), "tensors": str(file), "options": probe.options, **about}
+        save_file(probe.tensors, place / "tensors.safetensors")
+        question = {"folder": str(folder.resolve()), "place": str(place), "options": probe.options, **about}
         # As a file and without its folder on the path: nothing of this toolkit can help.
         words = [sys.executable, "-P", str(fresh_process.__file__), json.dumps(question)]
         done = subprocess.run(words, capture_output=True, text=True, check=False)
-    if done.returncode or not done.stdout:
-        last = (done.stderr.strip().splitlines() or [f"it ended with code {done.returncode}"])[-1]
-        raise CheckpointError(f"A fresh process cannot open what was written to {folder}: {last}.")
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        if done.returncode or not (place / "answer.json").is_file():
+            last = (done.stderr.strip().splitlines() or [f"it ended with code {done.returncode}"])[-1]
+            raise CheckpointError(f"A fresh process cannot open what was written to {folder}: {last}.")
+        answer: dict[str, Any] = json_files.read(place / "answer.json")
     return answer
 
 
@@ -276,7 +275,6 @@ def check_figures(
             f"(allowed: {most:.0e}){wrong_loss}. The tensor that differs most is {what} (allowed: "
             f"{_ROUNDING[dtype]:.0e})."
         )
-    found = (
-        f"logits differ by {distance:.1e} of the largest (allowed for {str(dtype).removeprefix('torch.')}: {most:.0e})"
-    )
-    return f"Proved in a fresh process: {found}{right_loss}, no tensor by more than {away:.1e}."
+    kind = str(dtype).removeprefix("torch.")
+    found = f"logits differ by {distance:.1e} of the largest (allowed for {kind}: {most:.0e}){right_loss}"
+    return f"Proved in a fresh process: {found}, no tensor by more than {away:.1e}."
