@@ -144,7 +144,9 @@ def _check_links(run: Path) -> None:
     """Refuses links, by which a run from elsewhere would have other places read and written."""
     for path in (*(run / name for name in _NAMES), *sorted((run / "model").glob("*"))):
         if path.is_symlink():
-            raise CheckpointError(f"{path} is a symbolic link, and links in a run directory are not followed.")
+            raise CheckpointError(
+                f"{path} is a symbolic link, and links in a run directory are not followed. Replace it."
+            )
 
 
 def _is_checkpoint(place: Path) -> bool:

@@ -140,7 +140,7 @@ def build_base_model(
     if section.name is not None:
         return _pretrained(recipe, config, head, dtype=dtype, quantization_config=loading)[0]
     kernel = attention.choose_attention(section.attention, config, head.auto, told=head.next_token)
-    with _naming("model", f"there is no {recipe.task.name} network of '{config.model_type}'"):
+    with _naming("model", f"no {recipe.task.name} network from '{config.model_type}'"):
         network: PreTrainedModel = head.auto.from_config(
             config, dtype=dtype, attn_implementation=kernel, trust_remote_code=section.trust_remote_code
         )

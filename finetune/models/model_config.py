@@ -140,7 +140,8 @@ def _config_from_recipe(values: dict[str, Any], vocab_size: int | None, sequence
         default = AutoConfig.for_model(model_type)
     except Exception as error:  # a few architectures refuse the sizes of their own configuration
         raise RecipeError(
-            f"model.config: transformers has no configuration of {model_type} to start from: {one_line(error)}."
+            f"model.config: transformers has no configuration of {model_type} to start from: {one_line(error)}. "
+            "Name a model in model.name instead."
         ) from error
     known = set(default.to_dict()) | set(default.attribute_map)
     unknown = sorted(key for key in set(values) - known if not _reads(default, key))
