@@ -145,7 +145,7 @@ def _check_links(run: Path) -> None:
     for path in (*(run / name for name in _NAMES), *sorted((run / "model").glob("*"))):
         if path.is_symlink():
             raise CheckpointError(
-                f"{path} is a symbolic link, and links in a run directory are not followed. Replace it."
+                f"{path} is a symbolic link, and links in a run directory are not followed. Put its target there."
             )
 
 

@@ -76,8 +76,7 @@ def describe_products(network: nn.Module, how: bool | Literal["emulated"]) -> di
     """
     if not how:
         return {}
-    found = len(_converted(network))
-    if not found:
+    if not (found := len(_converted(network))):
         raise RecipeError(
             f"model.fp8: {type(network).__name__} has no linear modules that can compute in fp8: trained `nn.Linear`s, "
             "other than the first and the last, with sides that 16 divides. A custom task has to convert its network "
