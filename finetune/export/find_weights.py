@@ -50,7 +50,7 @@ class WeightSource:
         absent = [name for name in self.ends if name not in known]
         if absent:
             raise CheckpointError(
-                f"The run's tokenizer does not know '{absent[0]}', in which answers end by {self.run / 'run.json'}."
+                f"{self.run / 'run.json'}: answers end in '{absent[0]}', which the tokenizer lacks. Restore the run's."
             )
         return [int(known[name]) for name in self.ends]
 
