@@ -334,6 +334,18 @@ def read_run(directory: Path, *, only_outcome: bool = False) -> RunHistory:
     return RunReader(directory, only_outcome=only_outcome).read()
 
 
+def loss_curves(run: RunHistory) -> list[tuple[str, Series, Series]]:
+    """Returns names, steps and values of the training and the validation losses that are numbers."""
+    curves = []
+    for name, steps, losses in (
+        ("training loss", run.training["step"], run.training["loss"]),
+        ("validation loss", run.evaluations["step"], run.evaluations["validation_loss"]),
+    ):
+        known = np.isfinite(losses)
+        curves.append((name, steps[known], losses[known]))
+    return curves
+
+
 def _outcome(lines: Iterable[bytes]) -> Iterator[bytes]:
     """Yields evaluations, and the newest training line before each of them and at the end."""
     newest: list[bytes] = []

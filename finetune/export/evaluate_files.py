@@ -59,18 +59,14 @@ def recipe_of(
     if text_field is not None:
         origin["text_field"] = text_field
     tree["data"] |= {"train": [], "validation": [{**origin, "path": file} for file in files]}
-    if tree["data"].get("packing", "documents") == "documents" and not _keeps_apart(opened, longest):
-        tree["data"]["packing"] = "padded"
+    if tree["data"].get("packing", "documents") == "documents":
+        network = lora_adapters.transformer(opened.network)
+        found = causal_checks.sees_documents(network, opened.scores, opened.device, longest)
+        tolerances = (causal_checks.seen_tolerance, causal_checks.alone_tolerance)
+        if not all(far.item() <= most(opened.precision) for far, most in zip(found, tolerances, strict=False)):
+            tree["data"]["packing"] = "padded"
     tree |= {"model": {"name": opened.tokenizer_folder}, "tokenizer": {"name": opened.tokenizer_folder}}
     return validate_recipe({**tree, "length": {"steps": 0}}, origin="--data")
-
-
-def _keeps_apart(opened: LoadedModel, longest: int) -> bool:
-    """Returns True if documents packed into one row are computed as if each were alone."""
-    inner = lora_adapters.transformer(opened.network)
-    found = causal_checks.sees_documents(inner, opened.scores, opened.device, longest)
-    tolerances = (causal_checks.seen_tolerance, causal_checks.alone_tolerance)
-    return all(far.item() <= most(opened.precision) for far, most in zip(found, tolerances, strict=False))
 
 
 @contextmanager

@@ -169,8 +169,7 @@ def _ready(opened: LoadedModel) -> LoadedModel:
         if seen > causal_checks.seen_tolerance(opened.precision):
             raise RecipeError(
                 f"{opened.tokenizer_folder} is no causal language model as it is configured "
-                f"({inner.config.model_type}): tokens see those behind them, so that neither its texts nor its "
-                "perplexity mean anything. Set `is_decoder: true` in its config.json if it was trained so, or open "
-                "another model."
+                f"({inner.config.model_type}): tokens see those behind them, so that its texts and perplexity mean "
+                "nothing. Set `is_decoder: true` in its config.json if it was trained so, or open another model."
             )
     return opened

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from finetune.models.lora_adapters import transformer
-from finetune.models.module_matching import embeddings_and_head, parameter_owners
+from finetune.models.frozen_weights import parameter_owners
+from finetune.models.lora_adapters import embeddings_and_head, transformer
 from finetune.utils.compat import accelerate_private
 
 

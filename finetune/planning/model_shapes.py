@@ -18,7 +18,6 @@ from finetune.distributed.strategies.prediction import ParamSpec, ParamSpecs
 from finetune.distributed.tensor_facts import DTYPES, width_of
 from finetune.models import chunked_loss, frozen_weights, lora_adapters, pretrained_files, split_layers
 from finetune.models.forward_wrapper import ForwardWrapper
-from finetune.models.module_matching import embeddings_and_head
 from finetune.models.quantization import BLOCK
 from finetune.models.split_layers import Division
 from finetune.monitoring.flops import flops_per_target
@@ -252,7 +251,7 @@ def _param_specs(model: nn.Module, recipe: Recipe, scales: int, splits: Splits) 
     """
     groups = parameter_groups(model, recipe.optim.weight_decay)
     group_of = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
-    both, layers = embeddings_and_head(model), unsplit_classes(model)
+    both, layers = lora_adapters.embeddings_and_head(model), unsplit_classes(model)
     unit_of: dict[int, str] = {}
     looked_up: set[int] = set()
     for name, module in model.named_modules():

@@ -115,19 +115,22 @@ def remove_path(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def follow_umask(folder: Path) -> None:
-    """Gives all files below a folder the mode that the umask asks for; some libraries write theirs as 0600.
+def sync_files(folder: Path) -> None:
+    """Returns once all files below a folder are on the disk, with the mode that the umask asks for.
+
+    Some libraries write theirs as 0600.
 
     Args:
         folder: One that this process has made, so that its own mode tells the umask.
 
     Raises:
-        OSError: If a mode cannot be changed.
+        OSError: If they cannot be written there.
     """
     mode = folder.stat().st_mode & 0o666
-    for path in folder.rglob("*"):
+    for path in sorted(folder.rglob("*")):
         if path.is_file() and not path.is_symlink():
             path.chmod(mode)
+            sync_to_disk(path)
 
 
 def file_digest(path: Path) -> str:
