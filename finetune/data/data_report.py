@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from finetune.config.recipe_schema import ChecksSection
@@ -21,6 +21,7 @@ WORDS = {
     DUPLICATE_KEY: "records have a key more than once, and its last value counts",
 }
 """Words for each kind of finding."""
+_BOUNDS = {LOSSY: "max_lossy", MOJIBAKE: "max_mojibake", NUL: "max_nul", DUPLICATE_KEY: "max_duplicate_keys"}
 
 
 @dataclass(frozen=True)
@@ -203,11 +204,9 @@ def _split_lines(name: str, split: SplitReport) -> list[str]:
         )
     if split.classes:
         lines.append(f"    classes: {_class_counts(split.classes)}")
-    found = [f"{count:,} {what}" for count, what in _notes(split) if count]
-    if found:
+    if found := [f"{count:,} {what}" for count, what in _notes(split) if count]:
         lines.append(f"    {', '.join(found)}")
-    for finding in split.findings:
-        lines.append(f"    {finding.count:,} of {finding.of:,} {WORDS[finding.kind]}; the first: {finding.example}")
+    lines += [f"    {f.count:,} of {f.of:,} {WORDS[f.kind]}; the first: {f.example}" for f in split.findings]
     if len(split.sources) > 1 or split.chat is not None:
         lines.extend(
             f"    {s.name}: {f'{s.format}, ' if s.format else ''}{s.documents:,} documents, {s.tokens:,} tokens"
@@ -225,23 +224,8 @@ def _class_counts(classes: dict[str, int]) -> str:
     return some([f"{name} {count:,}" for name, count in sorted(classes.items(), key=lambda item: -item[1])])
 
 
-def chat_report(facts: dict[str, Any], ends: dict[str, int]) -> ChatReport:
-    """Makes a report of `Facts`, as a dict, and of the tokens that end answers."""
-    return ChatReport(
-        supervised_share=facts["supervised"] / facts["tokens"] if facts["tokens"] else 0.0,
-        ended_share=facts["ended"] / facts["examples"] if facts["examples"] else 0.0,
-        ends=ends,
-        **{part.name: facts[part.name] for part in fields(ChatReport) if part.name in facts},
-    )
-
-
 def check_bounds(report: DataReport, bounds: ChecksSection, *, labelled: bool = False) -> None:
-    """Compares the report with the recipe's bounds.
-
-    Args:
-        report: What there is.
-        bounds: What may be.
-        labelled: Whether documents have classes, and so no end.
+    """Compares the report with the recipe's bounds; documents with classes have no end that is learned.
 
     Raises:
         DataError: With all of them that do not hold.
@@ -264,37 +248,24 @@ def _problems(split: SplitReport, bounds: ChecksSection, labelled: bool) -> Iter
         read += chat.too_long + chat.unsupervised
     kinds = ", ".join(f"{count} {kind}" for kind, count in split.broken.items())
     most = [
-        (
-            "max_broken",
-            bounds.max_broken,
-            broken,
-            read,
-            f"conversations are broken ({kinds}; the first: {split.first_broken})",
-        ),
-        ("max_too_long", bounds.max_too_long, too_long, read, "documents are longer than a row"),
-        ("max_unsupervised", bounds.max_unsupervised, unsupervised, read, "conversations hold nothing to learn"),
-        ("max_overlap", bounds.max_overlap, split.overlap, split.documents, "documents are training documents too"),
+        ("max_broken", broken, read, f"conversations are broken ({kinds}; the first: {split.first_broken})"),
+        ("max_too_long", too_long, read, "documents are longer than a row"),
+        ("max_unsupervised", unsupervised, read, "conversations hold nothing to learn"),
+        ("max_overlap", split.overlap, split.documents, "documents are training documents too"),
     ]
-    keys = {
-        LOSSY: ("max_lossy", bounds.max_lossy),
-        MOJIBAKE: ("max_mojibake", bounds.max_mojibake),
-        NUL: ("max_nul", bounds.max_nul),
-        DUPLICATE_KEY: ("max_duplicate_keys", bounds.max_duplicate_keys),
-    }
     for found in split.findings:
-        if found.kind in keys:
+        if found.kind in _BOUNDS:
             what = f"{WORDS[found.kind]} (the first: {found.example})"
-            most.append((*keys[found.kind], found.count, found.of, what))
+            most.append((_BOUNDS[found.kind], found.count, found.of, what))
     least = []
     if chat is not None:
-        least.append(("min_supervised", bounds.min_supervised, chat.supervised_share, "of the tokens are learned"))
+        least.append(("min_supervised", chat.supervised_share, "of the tokens are learned"))
     if not labelled:
         kind = "documents" if chat is None else "examples"
-        what = f"of the {kind} end in a special token that is learned"
-        least.append(("min_ended", bounds.min_ended, split.ended_share, what))
-    for key, bound, count, total, what in most:
-        if count > exact_product(bound, total):
+        least.append(("min_ended", split.ended_share, f"of the {kind} end in a special token that is learned"))
+    for key, count, total, what in most:
+        if count > exact_product(bound := getattr(bounds, key), total):
             yield f"{count:,} of {total:,} {what}, and checks.{key} is {bound:g}"
-    for key, bound, share, what in least:
-        if share < bound:
+    for key, share, what in least:
+        if share < (bound := getattr(bounds, key)):
             yield f"{share:.1%} {what}, and checks.{key} is {bound:g}"

@@ -15,8 +15,7 @@ from harness import python
 from finetune.config.recipe_schema import Source
 from finetune.data.rows import packing
 from finetune.data.sources import streams
-from finetune.data.sources.corpus import open_source
-from finetune.data.sources.documents import Rules, choose_texts
+from finetune.data.sources.corpus import Rules, choose_texts, open_source
 from finetune.data.sources.readers import Fields, read_file
 from finetune.data.synthetic import story_generator
 from finetune.utils.errors import DataError

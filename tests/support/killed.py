@@ -21,10 +21,10 @@ from finetune.config.recipe import validate_recipe
 from finetune.data import prepared_cache
 from finetune.data.chat.chat_encoder import ChatEncoder
 from finetune.data.prepare import prepare_data
-from finetune.data.tokenization import encoding, split_writer, token_shards
+from finetune.data.tokenization import encoding, token_files
 from finetune.data.tokenization.memmap import GrowingArray
 
-token_shards.SHARD_BYTES = 6000
+token_files.SHARD_BYTES = 6000
 encoding.BATCH_DOCUMENTS = 7
 FOLDER = Path(sys.argv[1])
 TREE = json.loads(sys.argv[2])
@@ -55,14 +55,14 @@ def notes(log: Path) -> Callable[[bytes], object]:
 
 def log_counted(log: Path) -> None:
     """Documents in the order that a state counts them, which is not the one that threads get them in."""
-    note, advance = notes(log), token_shards.Shards.advance
+    note, advance = notes(log), token_files.Shards.advance
 
     def counted(self: Any, batch: Any) -> None:
         for item in batch:
             note(item.text)
         advance(self, batch)
 
-    token_shards.Shards.advance = counted  # type: ignore[method-assign]
+    token_files.Shards.advance = counted  # type: ignore[method-assign]
 
 
 def log_encoded(log: Path) -> None:
@@ -92,8 +92,8 @@ def build(place: Path, log: Path, last: int | None, log_to: Callable[[Path], Non
         for name in ("append", "sync", "cut", "close"):
             moments.before(GrowingArray, name)
         for name in ("begin", "repeat", "finish", "clear"):
-            moments.before(split_writer.SplitWriter, name)
-        moments.before(token_shards, "write_json")
+            moments.before(token_files.SplitWriter, name)
+        moments.before(token_files, "write_json")
         moments.before(prepared_cache, "sync_to_disk")
         moments.before(prepared_cache.os, "rename")
         try:

@@ -5,9 +5,9 @@ characters that occur nowhere else. Unicode keeps some that no text may hold.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -31,13 +31,7 @@ class Marks:
 
     def put(self, value: Any, special: re.Pattern[str]) -> Any:
         """The same texts, lists and objects, with marks."""
-        if isinstance(value, str):
-            return special.sub(lambda match: f"{self.open}{match[0]}{self.close}", value)
-        if isinstance(value, dict):
-            return {key: self.put(inner, special) for key, inner in value.items()}
-        if isinstance(value, list):
-            return [self.put(inner, special) for inner in value]
-        return value
+        return change_texts(value, partial(special.sub, lambda match: f"{self.open}{match[0]}{self.close}"))
 
     def remove(self, text: str) -> tuple[str, list[Span], Int64s]:
         """A text without marks, the literal parts of it, and where in it the marks were."""
@@ -48,11 +42,20 @@ class Marks:
         return clean, [(start, end) for start, end in pairs], places
 
 
+def change_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """The same value with other texts, at any depth; keys of objects stay."""
+    if isinstance(value, dict):
+        return {key: change_texts(inner, change) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [change_texts(inner, change) for inner in value]
+    return change(value) if isinstance(value, str) else value
+
+
 def marks_for(text: str) -> Marks:
     """Two characters that a text does not hold.
 
     Raises:
-        BrokenConversation: If it holds nearly all of them.
+        InvalidConversation: If it holds nearly all of them.
     """
     free = [character for character in _NONCHARACTERS if character not in text]
     if len(free) < 2:
@@ -82,11 +85,8 @@ def encode(
     fast: Tokenizer, literal: Tokenizer, text: str, literals: Sequence[Span]
 ) -> tuple[list[int], npt.NDArray[np.int64]]:
     """Tokens of a text and where each starts and ends in it, (tokens, 2); in its literal parts nothing is special."""
-    if not literals:
-        encoding = fast.encode(text, add_special_tokens=False)
-        return encoding.ids, np.array(encoding.offsets, np.int64).reshape(-1, 2)
     ids: list[int] = []
-    offsets = []
+    offsets = [np.empty((0, 2), np.int64)]
     last = 0
     for start, end in [*literals, (len(text), len(text))]:
         for tokenizer, begin, stop in ((fast, last, start), (literal, start, end)):
@@ -100,11 +100,10 @@ def encode(
 
 def _piece(tokenizer: Tokenizer, text: str, *, first: bool) -> tuple[list[int], npt.NDArray[np.int64]]:
     """Tokens of a part. Some tokenizers put a space before a text: behind a line break they do not, which then goes."""
-    lead = tokenizer.encode("\n", add_special_tokens=False).ids
-    for prefix in [""] if first else ["\n", ""]:
-        encoding = tokenizer.encode(prefix + text, add_special_tokens=False)
-        if not prefix or encoding.ids[: len(lead)] == lead:
-            skip = len(lead) if prefix else 0
-            places = np.array(encoding.offsets, np.int64).reshape(-1, 2)[skip:] - len(prefix)
-            return encoding.ids[skip:], np.maximum(places, 0)
-    raise AssertionError("a part without a prefix is always taken")
+    prefix = "" if first else "\n"
+    lead = tokenizer.encode(prefix, add_special_tokens=False).ids if prefix else []
+    encoding = tokenizer.encode(prefix + text, add_special_tokens=False)
+    if encoding.ids[: len(lead)] != lead:
+        prefix, lead, encoding = "", [], tokenizer.encode(text, add_special_tokens=False)
+    places = np.array(encoding.offsets, np.int64).reshape(-1, 2)[len(lead) :] - len(prefix)
+    return encoding.ids[len(lead) :], np.maximum(places, 0)

@@ -62,26 +62,47 @@ def wrap_stream(num_tokens: int, row_length: int, *, keep_remainder: bool) -> Pa
     )
 
 
-def pad_documents(offsets: Int64s, row_length: int, long_documents: LongDocuments) -> PackedRows:
+def pad_documents(
+    offsets: Int64s, row_length: int, long_documents: LongDocuments, *, with_targets: bool = True
+) -> PackedRows:
     """One segment a row, in the order of the documents.
 
     Args:
         offsets: Where each document starts in the stream, and the end: (documents + 1,).
         row_length: T.
         long_documents: What to do with documents of more than T pairs.
+        with_targets: False for classifiers: lengths are tokens then, not pairs.
     """
-    return _segments(offsets[:-1], np.diff(offsets) - 1, row_length, long_documents)
-
-
-def truncate_documents(offsets: Int64s, row_length: int) -> PackedRows:
-    """One document a row without targets, for classifiers: lengths are tokens here, not pairs."""
-    return _segments(offsets[:-1], np.diff(offsets), row_length, "truncate")
+    starts, pairs = offsets[:-1], np.diff(offsets) - int(with_targets)
+    empty = int((pairs < 1).sum())
+    starts, pairs = starts[pairs >= 1], pairs[pairs >= 1]
+    long = pairs > row_length
+    over_long = int(long.sum())
+    if long_documents == "split":
+        parts = -(-pairs // row_length)
+        # The number of each part within its document.
+        part = np.arange(int(parts.sum()), dtype=np.int64) - np.repeat(np.cumsum(parts) - parts, parts)
+        starts = np.repeat(starts, parts) + part * row_length
+        pairs = np.minimum(np.repeat(pairs, parts) - part * row_length, row_length)
+    elif long_documents == "truncate":
+        pairs = np.minimum(pairs, row_length)
+    else:
+        starts, pairs = starts[~long], pairs[~long]
+    return PackedRows(
+        starts=np.ascontiguousarray(starts, np.int64),
+        lengths=np.ascontiguousarray(pairs, np.int64),
+        row_starts=np.arange(pairs.size + 1, dtype=np.int64),
+        empty=empty,
+        over_long=over_long,
+        truncated=over_long if long_documents == "truncate" else 0,
+        dropped=over_long if long_documents == "drop" else 0,
+    )
 
 
 def pack_documents(offsets: Int64s, row_length: int, long_documents: LongDocuments) -> PackedRows:
     """Whole documents, best-fit decreasing: the longest first, each into the fullest row that still has room.
 
-    The arguments are those of `pad_documents`. Time is linear in the documents plus the number of pairs (length, room)
+    For the arguments see `pad_documents`. Time is linear in the documents plus the number of pairs (length, room)
     that occur, because documents of one length are placed together.
 
     Source: Johnson, "Near-optimal bin packing algorithms", 1973; for rows of text Ding et al., "Fewer
@@ -131,85 +152,31 @@ def best_fit_decreasing(lengths: Int64s, room: int) -> Int64s:
     # NumPy sorts small numbers with less time and memory.
     items = np.argsort((room - lengths).astype(np.min_scalar_type(room)), kind="stable")
     rows = np.empty(lengths.size, np.int64)
-    shelves = _Shelves(room)
+    # Open rows by the room that they have left. Bit r is set where there are any with room r: the next ones from a size
+    # upwards are found in one operation.
+    shelves: list[list[Int64s]] = [[] for _ in range(room + 1)]
+    present = num_rows = begin = 0
     counts = np.bincount(lengths, minlength=1)
-    sizes = np.flatnonzero(counts)[::-1]
-    begin = 0
-    for size, count in zip(sizes.tolist(), counts[sizes].tolist(), strict=True):
-        end = begin + count
+    for size in np.flatnonzero(counts)[::-1].tolist():
+        end = begin + int(counts[size])
         while begin < end:
-            taken, each = shelves.take(size, end - begin)
-            used = taken.size * each
-            rows[items[begin : begin + used]] = np.repeat(taken, each)
-            begin += used
+            count = end - begin
+            if above := present >> size:
+                free = size + (above & -above).bit_length() - 1
+                taken = shelves[free].pop()
+                if not shelves[free]:
+                    present ^= 1 << free
+            else:
+                free, new = room, max(1, count // (room // size))
+                taken = np.arange(num_rows, num_rows + new, dtype=np.int64)
+                num_rows += new
+            # What fits the fullest row best goes on fitting it best until that row is full.
+            each = min(free // size, count)
+            taken, rest = taken[: count // each], taken[count // each :]
+            for part, left in ((rest, free), (taken, free - each * size)):
+                if part.size and left:
+                    shelves[left].append(part)
+                    present |= 1 << left
+            rows[items[begin : begin + taken.size * each]] = np.repeat(taken, each)
+            begin += taken.size * each
     return rows
-
-
-class _Shelves:
-    """Open rows by the room they have left."""
-
-    def __init__(self, room: int) -> None:
-        self._room = room
-        self._num_rows = 0
-        self._by_room: list[list[Int64s]] = [[] for _ in range(room + 1)]
-        # Bit r is set where rows with room r are: the next one from a size upwards is found in one operation.
-        self._present = 0
-
-    def take(self, size: int, count: int) -> tuple[Int64s, int]:
-        """Places at most `count` items of one size the way best fit would, one after the other.
-
-        Returns:
-            The rows, and how many items each of them gets. At least one item is placed.
-        """
-        above = self._present >> size
-        if above:
-            room = size + (above & -above).bit_length() - 1
-            rows = self._by_room[room].pop()
-            if not self._by_room[room]:
-                self._present ^= 1 << room
-        else:
-            room = self._room
-            per_row = room // size
-            new = max(1, count // per_row)
-            rows = np.arange(self._num_rows, self._num_rows + new, dtype=np.int64)
-            self._num_rows += new
-        # What fits the fullest row best goes on fitting it best until that row is full.
-        each = min(room // size, count)
-        wanted = count // each
-        if rows.size > wanted:
-            self._put(room, rows[wanted:])
-            rows = rows[:wanted]
-        self._put(room - each * size, rows)
-        return rows, each
-
-    def _put(self, room: int, rows: Int64s) -> None:
-        if room:
-            self._by_room[room].append(rows)
-            self._present |= 1 << room
-
-
-def _segments(starts: Int64s, pairs: Int64s, row_length: int, long_documents: LongDocuments) -> PackedRows:
-    """The segments of each document, in order, each as a row of its own."""
-    empty = int((pairs < 1).sum())
-    starts, pairs = starts[pairs >= 1], pairs[pairs >= 1]
-    long = pairs > row_length
-    over_long = int(long.sum())
-    if long_documents == "split":
-        parts = -(-pairs // row_length)
-        # The number of each part within its document.
-        part = np.arange(int(parts.sum()), dtype=np.int64) - np.repeat(np.cumsum(parts) - parts, parts)
-        starts = np.repeat(starts, parts) + part * row_length
-        pairs = np.minimum(np.repeat(pairs, parts) - part * row_length, row_length)
-    elif long_documents == "truncate":
-        pairs = np.minimum(pairs, row_length)
-    else:
-        starts, pairs = starts[~long], pairs[~long]
-    return PackedRows(
-        starts=np.ascontiguousarray(starts, np.int64),
-        lengths=np.ascontiguousarray(pairs, np.int64),
-        row_starts=np.arange(pairs.size + 1, dtype=np.int64),
-        empty=empty,
-        over_long=over_long,
-        truncated=over_long if long_documents == "truncate" else 0,
-        dropped=over_long if long_documents == "drop" else 0,
-    )

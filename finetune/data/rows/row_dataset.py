@@ -102,23 +102,18 @@ class TokenRows:
 
     def _class_batch(self, rows: npt.NDArray[np.integer], targets: Int64s) -> dict[str, torch.Tensor]:
         before, behind = self.wrapping
-        around = len(before) + len(behind)
-        width = min(self.row_length, _round_up(int(self._widths[rows].max(initial=1)) + around))
+        longest = int(self._widths[rows].max(initial=1)) + len(before) + len(behind)
+        width = min(self.row_length, _round_up(longest))
         inputs = np.full((rows.size, width), self.padding_id, np.int64)
         mask = np.full((rows.size, width), 0, np.int64)
         for line, row in enumerate(rows.tolist()):
             # A row is one document here.
             start, length = int(self.packed.starts[row]), int(self.packed.lengths[row])
-            full = length + around
-            inputs[line, : len(before)] = before
-            inputs[line, len(before) : len(before) + length] = self.tokens[start : start + length]
-            inputs[line, len(before) + length : full] = behind
-            mask[line, :full] = 1
-        return {
-            "input_ids": torch.from_numpy(inputs),
-            "attention_mask": torch.from_numpy(mask),
-            "targets": torch.from_numpy(targets),
-        }
+            ids = [*before, *self.tokens[start : start + length].tolist(), *behind]
+            inputs[line, : len(ids)] = ids
+            mask[line, : len(ids)] = 1
+        batch = {"input_ids": inputs, "attention_mask": mask, "targets": targets}
+        return {name: torch.from_numpy(values) for name, values in batch.items()}
 
     def longest(self) -> Int64s:
         """All row numbers, those with the most tokens first."""

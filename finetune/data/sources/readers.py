@@ -53,9 +53,7 @@ def read_file(path: Path, fields: Fields, meter: Meter | None = None) -> Iterato
     """Reads a .txt, .jsonl, .json, .parquet or .csv file, never more than a part of it at once.
 
     Args:
-        path: The file.
-        fields: What to take from each record.
-        meter: Goes forward by the file's size, if given.
+        meter: Goes forward by the file's size.
 
     Raises:
         DataError: If the file cannot be opened, is malformed, or lacks a field.
@@ -115,33 +113,28 @@ def document_of(record: Any, fields: Fields, where: str) -> Document:
             f"{where}: the field '{fields.text}' holds {kind_of(text)}, and only text can be read. Remove or mend the "
             "record, or name another field as `text_field`."
         )
-    if fields.label is None:
-        return Document(text, None, where)
-    return Document(text, _label(record[fields.label], fields, where), where)
+    return Document(text, None if fields.label is None else _label(record[fields.label], fields, where), where)
 
 
 def _label(label: Any, fields: Fields, where: str) -> int | str:
     """The class that a record says, whatever format it comes from."""
+    problem, classes = "", fields.classes
     # As CSV, JSON, pandas and `ClassLabel` write that there is none.
     blank = isinstance(label, str) and not label.strip()
-    if label is None or blank or label != label or (fields.classes and label == -1):
-        raise DataError(
-            f"{where}: the label in '{fields.label}' is missing ({'blank' if blank else label}). Write its class "
-            "there, or remove the record: no label is no class of its own."
+    if label is None or blank or label != label or (classes and label == -1):
+        problem = (
+            f"missing ({'blank' if blank else label}). Write its class there, or remove the record: no label is no "
+            "class of its own"
         )
-    if not isinstance(label, int | str):
-        raise DataError(
-            f"{where}: the label in '{fields.label}' is {kind_of(label)}; a class is an integer or a text. Mend the "
-            "record, or name another field as `label_field`."
-        )
-    if not fields.classes or isinstance(label, str):
-        return int(label) if isinstance(label, bool) else label
-    if not 0 <= label < len(fields.classes):
-        raise DataError(
-            f"{where}: the label in '{fields.label}' is {label}, but the data set names {len(fields.classes)} classes, "
-            "numbered from 0. Mend the record."
-        )
-    return fields.classes[label]
+    elif not isinstance(label, int | str):
+        problem = f"{kind_of(label)}; a class is an integer or a text. Mend the record, or name another `label_field`"
+    elif classes and isinstance(label, int) and not 0 <= label < len(classes):
+        problem = f"{label}, but the data set names {len(classes)} classes, numbered from 0. Mend the record"
+    if problem:
+        raise DataError(f"{where}: the label in '{fields.label}' is {problem}.")
+    if isinstance(label, str):
+        return label
+    return classes[label] if classes else int(label)
 
 
 def class_names(features: Any, fields: Fields) -> tuple[str, ...]:
@@ -238,19 +231,16 @@ def _read_jsonl(path: Path, fields: Fields, meter: Meter) -> Iterator[Document]:
         try:
             record = reader.decode(line)
         except ValueError as error:
+            # The last line, in the midst of a record.
+            inside = isinstance(error, json.JSONDecodeError) and (
+                error.msg.startswith("Unterminated") or error.pos >= len(line.rstrip())
+            )
+            cut = inside and not line.endswith("\n")
             raise DataError(
-                f"{where} is not valid JSON ({error}). A JSON-lines file holds one object a line; mend or "
-                f"remove the line.{_cut_short(line, error)}"
+                f"{where} is not valid JSON ({error}). A JSON-lines file holds one object a line; mend or remove the "
+                f"line.{' The file ends here, and may have been cut short.' if cut else ''}"
             ) from error
         yield document_of(record, fields, where)._replace(duplicate_key=reader.duplicate_key)
-
-
-def _cut_short(line: str, error: ValueError) -> str:
-    """A hint for a last line that ends in the midst of a record."""
-    inside = isinstance(error, json.JSONDecodeError) and (
-        error.msg.startswith("Unterminated") or error.pos >= len(line.rstrip())
-    )
-    return " The file ends here, and may have been cut short." if inside and not line.endswith("\n") else ""
 
 
 def _read_json(path: Path, fields: Fields, meter: Meter) -> Iterator[Document]:

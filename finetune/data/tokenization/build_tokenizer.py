@@ -79,7 +79,6 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int) -> PreTrainedTokenize
     where the texts hold no more pairs to merge.
 
     Args:
-        texts: The training documents.
         vocab_size: Pieces, with the 256 bytes and the two specials.
     """
     tokenizer = Tokenizer(models.BPE())

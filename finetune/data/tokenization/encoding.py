@@ -2,10 +2,10 @@
 
 import contextlib
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -13,8 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from finetune.data.sources.documents import Chosen
-from finetune.data.tokenization.chat_examples import Example
+from finetune.data.sources.corpus import Chosen
 from finetune.utils.platforms import cores
 
 BATCH_DOCUMENTS = 256
@@ -22,6 +21,59 @@ BATCH_BYTES = 1 << 18
 """A tenth of a second's work: at the end the threads wait for the last one no longer than that."""
 BATCHES_AHEAD = 8
 """Batches of each thread: enough to keep it busy while a shard is written, few enough to bound memory."""
+
+
+Mask = npt.NDArray[np.bool_]
+
+
+@dataclass
+class Facts:
+    """Counts of one conversation, or of several."""
+
+    examples: int = 0
+    """Conversations that are learned from."""
+    tokens: int = 0
+    supervised: int = 0
+    """Tokens that are targets."""
+    ended: int = 0
+    """Examples whose last supervised token ends an answer: a special token."""
+    answers: int = 0
+    """Answers that are to be learned."""
+    cut: int = 0
+    """Conversations that lost turns or their end."""
+    answers_cut: int = 0
+    """Answers that lost their end, or all."""
+    too_long: int = 0
+    """Conversations left out because they are too long."""
+    unsupervised: int = 0
+    """Conversations left out because there is nothing to learn from."""
+    refused: int = 0
+    """Conversations that the template refuses."""
+    tools_dropped: int = 0
+    """Conversations whose tools the template does not write."""
+    shared: int = 0
+    """Answers that begin inside a token of what comes before."""
+    unwritten: dict[str, int] = field(default_factory=dict)
+    """Conversations with other fields of which the template does not write all, by field."""
+
+    def add(self, other: "Facts") -> None:
+        """Adds another's counts."""
+        for name, value in vars(other).items():
+            mine = getattr(self, name)
+            setattr(self, name, dict(Counter(mine) + Counter(value)) if isinstance(value, dict) else mine + value)
+
+
+@dataclass(frozen=True)
+class Example:
+    """A conversation as it is learned from."""
+
+    ids: npt.NDArray[np.uint32]
+    """(N,) for N tokens; empty if it is left out."""
+    mask: Mask
+    """(N,): which tokens are targets."""
+    facts: Facts
+    end: int | None = None
+    """The special token that ends its last answer, if it is learned."""
 
 
 @dataclass(frozen=True)
