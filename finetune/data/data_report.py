@@ -146,7 +146,7 @@ class DataReport:
             kind = "conversations" if split.chat is not None else "documents"
             rows = f"{split.rows:,} rows of {self.sequence_length} tokens from {split.documents:,} {kind}"
             parts.append(rows if not parts else f"{name} {split.rows:,} rows")
-            counted.update({what: count for count, what in _notes(split) if count})
+            counted.update(_notes(split))
             counted.update({WORDS[found.kind]: found.count for found in split.findings})
         lines = ["; ".join(parts)] if parts else []
         if counted:
@@ -166,29 +166,29 @@ class DataReport:
         return notes
 
 
-def _notes(split: SplitReport) -> list[tuple[int, str]]:
-    """Counts of what was found in the documents."""
-    notes = [
-        (split.duplicates, "duplicate documents"),
-        (split.empty, "empty documents"),
-        (split.over_long, "documents longer than a row"),
-        (split.truncated, "documents truncated"),
-        (split.dropped, "documents left out as too long"),
-        (split.remainder_rows, "incomplete rows left out"),
-        (split.overlap, "documents that are training documents too"),
-        *((count, f"conversations left out ({kind})") for kind, count in split.broken.items()),
-    ]
-    if split.chat is not None:
-        notes += [
-            (split.chat.unsupervised, "conversations left out (nothing to learn)"),
-            (split.chat.too_long, "conversations left out as too long"),
-            (split.chat.cut, "conversations cut"),
-            (split.chat.answers_cut, "answers cut"),
-            (split.chat.tools_dropped, "conversations without their tools"),
-            (split.chat.shared, "answers that begin inside a token of the prompt"),
-            *((count, f"conversations with `{name}` unwritten") for name, count in split.chat.unwritten.items()),
-        ]
-    return notes
+def _notes(split: SplitReport) -> dict[str, int]:
+    """What was found in the documents, and how often."""
+    notes = {
+        "duplicate documents": split.duplicates,
+        "empty documents": split.empty,
+        "documents longer than a row": split.over_long,
+        "documents truncated": split.truncated,
+        "documents left out as too long": split.dropped,
+        "incomplete rows left out": split.remainder_rows,
+        "documents that are training documents too": split.overlap,
+        **{f"conversations left out ({kind})": count for kind, count in split.broken.items()},
+    }
+    if (chat := split.chat) is not None:
+        notes |= {
+            "conversations left out (nothing to learn)": chat.unsupervised,
+            "conversations left out as too long": chat.too_long,
+            "conversations cut": chat.cut,
+            "answers cut": chat.answers_cut,
+            "conversations without their tools": chat.tools_dropped,
+            "answers that begin inside a token of the prompt": chat.shared,
+            **{f"conversations with `{name}` unwritten": count for name, count in chat.unwritten.items()},
+        }
+    return {what: count for what, count in notes.items() if count}
 
 
 def _split_lines(name: str, split: SplitReport) -> list[str]:
@@ -204,14 +204,12 @@ def _split_lines(name: str, split: SplitReport) -> list[str]:
         )
     if split.classes:
         lines.append(f"    classes: {_class_counts(split.classes)}")
-    if found := [f"{count:,} {what}" for count, what in _notes(split) if count]:
+    if found := [f"{count:,} {what}" for what, count in _notes(split).items()]:
         lines.append(f"    {', '.join(found)}")
     lines += [f"    {f.count:,} of {f.of:,} {WORDS[f.kind]}; the first: {f.example}" for f in split.findings]
-    if len(split.sources) > 1 or split.chat is not None:
-        lines.extend(
-            f"    {s.name}: {f'{s.format}, ' if s.format else ''}{s.documents:,} documents, {s.tokens:,} tokens"
-            for s in split.sources
-        )
+    for source in split.sources if len(split.sources) > 1 or split.chat is not None else ():
+        form = f"{source.format}, " if source.format else ""
+        lines.append(f"    {source.name}: {form}{source.documents:,} documents, {source.tokens:,} tokens")
     for source in split.sources:
         if source.unread:
             more = f" and {len(source.unread) - _FIELDS} more" if len(source.unread) > _FIELDS else ""

@@ -18,15 +18,14 @@ from finetune.data.class_labels import ClassList, KnownClasses
 from finetune.data.data_report import NO_END, ChatReport, DataReport, SourceReport, SplitReport, check_bounds
 from finetune.data.prepared_cache import Cache, Entry
 from finetune.data.progress_bar import documents_bar
-from finetune.data.rows import packing
-from finetune.data.rows.row_dataset import TokenRows
+from finetune.data.rows import packed_rows
+from finetune.data.rows.packed_rows import TokenRows
 from finetune.data.sources.conversation_formats import RecordForm, Tolerance
 from finetune.data.sources.corpus import Corpus, Rules, held_out_digests, open_source
 from finetune.data.text_issues import Finding, findings
-from finetune.data.tokenization import build_tokenizer, token_files
-from finetune.data.tokenization.build_tokenizer import load_tokenizer, train_tokenizer
-from finetune.data.tokenization.encoding import Encoder
+from finetune.data.tokenization import token_files, tokenizer
 from finetune.data.tokenization.memmap import map_array
+from finetune.data.tokenization.tokenizer import Encoder, load_tokenizer, train_tokenizer
 from finetune.utils.atomic_files import digest_of
 from finetune.utils.errors import DataError
 
@@ -114,10 +113,10 @@ class _Preparation:
         train_corpora = self._open(data.train)
         train_rules = self._rules(data.validation_fraction if data.train and not data.validation else 0.0)
         self._tokenizer = self._find_tokenizer(train_corpora, train_rules)
-        self._num_ids = build_tokenizer.num_ids(self._tokenizer)
-        self._identity = build_tokenizer.tokenizer_identity(self._tokenizer)
+        self._num_ids = tokenizer.num_ids(self._tokenizer)
+        self._identity = tokenizer.tokenizer_identity(self._tokenizer)
         self._encoder = self._find_encoder()
-        self._wrapping = build_tokenizer.wrapping_of(self._tokenizer) if self._labelled else build_tokenizer.Wrapping()
+        self._wrapping = tokenizer.wrapping_of(self._tokenizer) if self._labelled else tokenizer.Wrapping()
 
         sides: dict[str, _Side] = {}
         validation_corpora = self._open(data.validation)
@@ -233,7 +232,7 @@ class _Preparation:
             trained.save_pretrained(str(folder))
             return {}
 
-        key = {"texts": self._key(corpora, rules), "vocab_size": vocab_size, "trainer": build_tokenizer.TRAINER_VERSION}
+        key = {"texts": self._key(corpora, rules), "vocab_size": vocab_size, "trainer": tokenizer.TRAINER_VERSION}
         entry = self._entry(f"tokenizer-{digest_of(key)}", build)
         return AutoTokenizer.from_pretrained(str(entry.folder), trust_remote_code=False)
 
@@ -276,7 +275,7 @@ class _Preparation:
                     self._encoder.encode_all,
                     num_ids=self._num_ids,
                     around=(bos, eos),
-                    restore=partial(build_tokenizer.restore_text, self._tokenizer),
+                    restore=partial(tokenizer.restore_text, self._tokenizer),
                     tolerance=self._tolerance,
                     bar=bar,
                     held_digests=held,
@@ -316,15 +315,15 @@ class _Preparation:
 
         def build(folder: Path) -> dict[str, Any]:
             if self._labelled:
-                packed = packing.pad_documents(file.offsets, room, "truncate", with_targets=False)
+                packed = packed_rows.pad_documents(file.offsets, room, "truncate", with_targets=False)
             elif data.packing == "wrapped":
                 keep = data.remainder == "keep"
-                packed = packing.wrap_stream(file.tokens.size, data.sequence_length, keep_remainder=keep)
+                packed = packed_rows.wrap_stream(file.tokens.size, data.sequence_length, keep_remainder=keep)
             elif data.packing == "padded":
-                packed = packing.pad_documents(file.offsets, data.sequence_length, data.long_documents)
+                packed = packed_rows.pad_documents(file.offsets, data.sequence_length, data.long_documents)
             else:
-                packed = packing.pack_documents(file.offsets, data.sequence_length, data.long_documents)
-            return packing.save_rows(packed, folder, file.mask)
+                packed = packed_rows.pack_documents(file.offsets, data.sequence_length, data.long_documents)
+            return packed_rows.save_rows(packed, folder, file.mask)
 
         digest = digest_of(key)
         return _Side(tokens, side, file, self._entry(f"rows-{digest}", build), digest)
@@ -336,15 +335,15 @@ class _Preparation:
             numbers = classes.renumber(file.labels, side.tokens.facts["labels"])
         return TokenRows(
             tokens=file.tokens,
-            packed=packing.load_rows(side.packed.folder),
+            packed=packed_rows.load_rows(side.packed.folder),
             row_length=self._data.sequence_length,
-            padding_id=build_tokenizer.padding_id(self._tokenizer),
+            padding_id=tokenizer.padding_id(self._tokenizer),
             restarts=self._data.packing == "documents",
             fixed=self._data.packing != "padded",
             classes=numbers,
             wrapping=self._wrapping,
             mask=file.mask,
-            row_targets=map_array(side.packed.folder / packing.ROW_TARGETS) if file.mask else None,
+            row_targets=map_array(side.packed.folder / packed_rows.ROW_TARGETS) if file.mask else None,
         )
 
     def _report(self, side: _Side, rows: TokenRows, classes: ClassList | None, train: _Side | None) -> SplitReport:

@@ -8,7 +8,7 @@ import numpy as np
 from rich.text import Text
 
 from finetune.data.rows.feed import Rows
-from finetune.data.rows.row_dataset import IGNORED, TokenRows
+from finetune.data.rows.packed_rows import IGNORED, TokenRows
 
 _LEARNED = "bold green"
 _READ = "dim"
@@ -25,7 +25,11 @@ def examples(rows: Rows, tokenizer: Any, label_names: Sequence[str], count: int,
     if not isinstance(rows, TokenRows):
         for number in range(min(count, len(rows))):
             yield Text(f"\nexample {number + 1}: {rows.num_targets(np.array([number])):,} targets", style=bold)
-            yield from (_tensor(name, values[0]) for name, values in rows.batch(np.array([number])).items())
+            for name, values in ((name, values[0]) for name, values in rows.batch(np.array([number])).items()):
+                first = ", ".join(f"{value:.4g}" for value in values.flatten()[:_SHOWN].tolist())
+                more = ", ..." if values.numel() > _SHOWN else ""
+                kind = str(values.dtype).removeprefix("torch.")
+                yield Text(f"{name}: {kind} of shape {tuple(values.shape)}: {first}{more}")
         return
     learned = "the class is" if rows.classes is not None else "those that are"
     how = "green" if coloured else "in [brackets]"
@@ -38,13 +42,6 @@ def examples(rows: Rows, tokenizer: Any, label_names: Sequence[str], count: int,
             name = label_names[label] if coloured else f"[{label_names[label]}]"
             yield title.append("class ").append(name, style=_LEARNED if coloured else "")
         yield _line(tokenizer, ids.tolist(), targets.tolist(), coloured=coloured)
-
-
-def _tensor(name: str, values: Any) -> Text:
-    first = ", ".join(f"{value:.4g}" for value in values.flatten()[:_SHOWN].tolist())
-    more = ", ..." if values.numel() > _SHOWN else ""
-    kind = str(values.dtype).removeprefix("torch.")
-    return Text(f"{name}: {kind} of shape {tuple(values.shape)}: {first}{more}")
 
 
 def _documents(rows: TokenRows) -> Iterator[tuple[Any, Any, int | None]]:

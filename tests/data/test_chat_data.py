@@ -18,7 +18,7 @@ from finetune.config import recipe_schema
 from finetune.config.recipe import dump_recipe, validate_recipe
 from finetune.data.chat.chat_templates import PLAIN
 from finetune.data.prepare import PreparedData, prepare_data
-from finetune.data.rows.row_dataset import IGNORED, TokenRows
+from finetune.data.rows.packed_rows import IGNORED, TokenRows
 from finetune.data.tokenization.memmap import MaskFile, pack_mask
 from finetune.tasks.causal_lm import CAUSAL_LM
 from finetune.tasks.task_lookup import BUILT_IN

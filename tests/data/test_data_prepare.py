@@ -19,9 +19,9 @@ from finetune.config.recipe import validate_recipe
 from finetune.config.recipe_schema import ChecksSection
 from finetune.data.data_report import check_bounds
 from finetune.data.prepare import PreparedData, prepare_data
-from finetune.data.rows.row_dataset import IGNORED, TokenRows
+from finetune.data.rows.packed_rows import IGNORED, TokenRows
 from finetune.data.sources.corpus import Chosen
-from finetune.data.tokenization.encoding import Encoder, batch_documents
+from finetune.data.tokenization.tokenizer import Encoder, batch_documents
 from finetune.utils.errors import DataError
 
 WORDS = ("one", "two", "three", "four", "five", "six", "seven", "eight")

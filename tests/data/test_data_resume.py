@@ -18,7 +18,7 @@ from finetune.data.prepare import prepare_data
 from finetune.data.prepared_cache import STATE
 from finetune.data.progress_bar import Bar, documents_bar
 from finetune.data.synthetic import story_generator
-from finetune.data.tokenization import encoding, token_files
+from finetune.data.tokenization import token_files, tokenizer
 from finetune.data.tokenization.token_files import SplitWriter
 from finetune.utils.atomic_files import digest_of
 from finetune.utils.errors import DataError
@@ -165,7 +165,7 @@ def test_the_bar_counts_what_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyP
     seen: list[tuple[int, int]] = []
     advance = Bar.advance
     monkeypatch.setattr(Bar, "advance", lambda self, *words: (seen.append(words), advance(self, *words))[1])
-    monkeypatch.setattr(encoding, "BATCH_DOCUMENTS", 7)
+    monkeypatch.setattr(tokenizer, "BATCH_DOCUMENTS", 7)
     trained = tiny(tmp_path / "c").tokenizer
     trained.save_pretrained(str(tmp_path / "t"))
     seen.clear()

@@ -21,11 +21,11 @@ from finetune.config.recipe import validate_recipe
 from finetune.data import prepared_cache
 from finetune.data.chat.chat_encoder import ChatEncoder
 from finetune.data.prepare import prepare_data
-from finetune.data.tokenization import encoding, token_files
+from finetune.data.tokenization import token_files, tokenizer
 from finetune.data.tokenization.memmap import GrowingArray
 
 token_files.SHARD_BYTES = 6000
-encoding.BATCH_DOCUMENTS = 7
+tokenizer.BATCH_DOCUMENTS = 7
 FOLDER = Path(sys.argv[1])
 TREE = json.loads(sys.argv[2])
 
@@ -67,7 +67,7 @@ def log_counted(log: Path) -> None:
 
 def log_encoded(log: Path) -> None:
     note = notes(log)
-    plain, conversation = encoding.Encoder.encode, ChatEncoder.encode
+    plain, conversation = tokenizer.Encoder.encode, ChatEncoder.encode
 
     def encode(self: Any, texts: Any) -> Any:
         for text in texts:
@@ -78,7 +78,7 @@ def log_encoded(log: Path) -> None:
         note(document)
         return conversation(self, document, where)
 
-    encoding.Encoder.encode = encode  # type: ignore[method-assign]
+    tokenizer.Encoder.encode = encode  # type: ignore[method-assign]
     ChatEncoder.encode = encode_conversation  # type: ignore[method-assign]
 
 
@@ -124,7 +124,7 @@ def main() -> None:
     TREE["data"]["num_workers"] = int(sys.argv[3])
     if sys.argv[3] == "1":
         # What a kill costs is bounded by a shard; what threads had read ahead of it comes on top.
-        encoding.BATCHES_AHEAD = 0
+        tokenizer.BATCHES_AHEAD = 0
     whole = FOLDER / "whole"
     total = build(whole, FOLDER / "whole.log", None, log_counted)
     print(json.dumps({"moments": total, "files": files(whole), "encoded": encoded(FOLDER / "whole.log")}), flush=True)

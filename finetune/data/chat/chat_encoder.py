@@ -21,7 +21,7 @@ from finetune.data.chat.chat_templates import Part, Template, find_answers, firs
 from finetune.data.chat.special_token_text import Span
 from finetune.data.sources.conversation_formats import REASONING, Conversation, InvalidConversation, Tolerance
 from finetune.data.sources.corpus import Chosen
-from finetune.data.tokenization.encoding import Encoded, Example, Facts, Mask, open_tokenizer
+from finetune.data.tokenization.tokenizer import Encoded, Example, Facts, Mask, open_tokenizer
 from finetune.utils.errors import DataError
 
 FORMAT_VERSION = 3
@@ -132,12 +132,10 @@ class ChatEncoder:
             return example
         if self._section.too_long == "cut_right":
             return cut_right(example, room, self._special.keys())
-        shorter = _without_oldest(conversation) if self._section.too_long == "cut_left" else None
-        while shorter is not None:
+        for shorter in _without_oldest(conversation) if self._section.too_long == "cut_left" else ():
             example = self._example(shorter, where)
             if 0 < example.ids.size <= room:
                 return replace(example, facts=replace(example.facts, cut=1))
-            shorter = _without_oldest(shorter)
         return left_out(Facts(too_long=1))
 
     def _example(self, conversation: Conversation, where: str) -> Example:
@@ -220,13 +218,9 @@ class ChatEncoder:
         raw = json.dumps([chat.messages, chat.tools], ensure_ascii=False)
         marks = special_token_text.marks_for(raw)
         special = special_token_text.alternatives(self._names)
-        marked = special.search(raw) is not None
-        if marked:
-            chat = replace(chat, messages=marks.put(chat.messages, special), tools=marks.put(chat.tools, special))
-        pattern = special_token_text.written_by_template(self._names, marks)
-        text, spans = find_answers(self._template, chat, wanted, pattern, where)
-        if not marked:
-            return text, [], spans, unwritten
+        chat = replace(chat, messages=marks.put(chat.messages, special), tools=marks.put(chat.tools, special))
+        written = special_token_text.alternatives(self._names, marks)
+        text, spans = find_answers(self._template, chat, wanted, written, where)
         clean, parts, removed = marks.remove(text)
         if clean != writing.text:
             raise InvalidConversation(
@@ -306,20 +300,17 @@ class ChatEncoder:
         return np.insert(tokens, at, eos), np.insert(mask, at, True), offsets
 
 
-def _without_oldest(conversation: Conversation) -> Conversation | None:
-    """A conversation without its oldest exchange; its system message stays. None if it has only one."""
+def _without_oldest(conversation: Conversation) -> Iterator[Conversation]:
+    """A conversation without its oldest exchange, then without one more, and so on; its system message stays."""
     roles = [message["role"] for message in conversation.messages]
     first = int(roles[0] == "system")
-    later = [number for number, role in enumerate(roles) if role == "user" and number > first]
-    if not later:
-        return None
-    kept = [*range(first), *range(later[0], len(roles))]
-    return replace(
-        conversation,
-        messages=[conversation.messages[n] for n in kept],
-        weights=[conversation.weights[n] for n in kept],
-        completion=max(first, conversation.completion - (later[0] - first)),
-    )
+    for start in (number for number, role in enumerate(roles) if role == "user" and number > first):
+        yield replace(
+            conversation,
+            messages=conversation.messages[:first] + conversation.messages[start:],
+            weights=conversation.weights[:first] + conversation.weights[start:],
+            completion=max(first, conversation.completion - (start - first)),
+        )
 
 
 def left_out(facts: Facts) -> Example:

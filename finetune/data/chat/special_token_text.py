@@ -64,15 +64,10 @@ def marks_for(text: str) -> Marks:
 
 
 @lru_cache
-def written_by_template(names: tuple[str, ...], marks: Marks) -> re.Pattern[str]:
-    """Matches special tokens that are not marked."""
-    return re.compile(f"(?<!{marks.open})(?:{alternatives(names).pattern})")
-
-
-@lru_cache
-def alternatives(names: tuple[str, ...]) -> re.Pattern[str]:
-    """Matches any of some texts, the longest that fits."""
-    return re.compile("|".join(re.escape(name) for name in sorted(names, key=len, reverse=True)) or "(?!)")
+def alternatives(names: tuple[str, ...], marks: Marks | None = None) -> re.Pattern[str]:
+    """Matches any of some texts, the longest that fits; with `marks`, one that is not marked."""
+    found = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True)) or "(?!)"
+    return re.compile(found if marks is None else f"(?<!{marks.open})(?:{found})")
 
 
 def moved(place: int, removed: Int64s) -> int:

@@ -497,21 +497,18 @@ def _names(record: Any) -> str:
 
 def _paths(value: Any, prefix: str) -> Iterator[str]:
     """The paths of what a record holds; of a list the first item's."""
-    if isinstance(value, Mapping) and prefix.count(".") < 4:
-        for key, inner in value.items():
-            yield from _paths(inner, f"{prefix}{key}.")
-    elif isinstance(value, list) and value and prefix.count(".") < 4:
-        yield from _paths(value[0], f"{prefix}0.")
-    else:
+    inner = value if isinstance(value, Mapping) else {"0": value[0]} if isinstance(value, list) and value else {}
+    if not inner or prefix.count(".") >= 4:
         yield prefix[:-1]
+        return
+    for key, part in inner.items():
+        yield from _paths(part, f"{prefix}{key}.")
 
 
 def kind_of(value: Any) -> str:
     """Names the kind of a record's value, in JSON's words."""
     if value is None:
         return "nothing (null)"
-    names = {list: "list", dict: "object", str: "text", int: "number", float: "number"}
-    name = names.get(type(value), type(value).__name__)
-    if name in ("list", "object", "text") and not value:
-        return f"an empty {name}"
-    return f"an {name}" if name == "object" else f"a {name}"
+    names = {list: "a list", dict: "an object", str: "a text", int: "a number", float: "a number"}
+    name = names.get(type(value), f"a {type(value).__name__}")
+    return f"an empty {name.split()[1]}" if type(value) in (list, dict, str) and not value else name

@@ -25,6 +25,7 @@ from finetune.data.sources.readers import (
     document_of,
     file_classes,
     read_file,
+    refuse_unreadable,
     require_fields,
     too_long,
 )
@@ -206,12 +207,8 @@ def _open_sample(source: Source, count: int, fields: Fields) -> Corpus:
 
 
 def _hash_file(path: Path) -> str:
-    try:
+    with refuse_unreadable(path):
         return file_digest(path)
-    except OSError as error:
-        raise DataError(
-            f"{path} cannot be read: {error.strerror or error}. Check data.train and data.validation."
-        ) from error
 
 
 def reason_of(error: Exception) -> str:

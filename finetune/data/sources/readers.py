@@ -3,6 +3,7 @@
 import csv
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,9 +59,16 @@ def read_file(path: Path, fields: Fields, meter: Meter | None = None) -> Iterato
     Raises:
         DataError: If the file cannot be opened, is malformed, or lacks a field.
     """
-    try:
+    with refuse_unreadable(path):
         _check_format(path)
         yield from _READERS[path.suffix.lower()](path, fields, meter or Meter())
+
+
+@contextmanager
+def refuse_unreadable(path: Path) -> Iterator[None]:
+    """Makes an error of the file system one of the data."""
+    try:
+        yield
     except OSError as error:
         raise DataError(
             f"{path} cannot be read: {error.strerror or error}. Check data.train and data.validation."

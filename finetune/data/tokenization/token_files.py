@@ -17,8 +17,8 @@ from finetune.data.progress_bar import Bar
 from finetune.data.sources.conversation_formats import RecordForm, Tolerance
 from finetune.data.sources.corpus import Chosen, Corpus, Rules, choose_texts
 from finetune.data.text_issues import Issues, plain_text
-from finetune.data.tokenization.encoding import Encoded, Example, Facts, batch_documents
 from finetune.data.tokenization.memmap import GrowingArray, Int64s, MaskFile, damaged_file, map_array, pack_mask
+from finetune.data.tokenization.tokenizer import Encoded, Example, Facts, batch_documents
 from finetune.utils import json_files
 from finetune.utils.atomic_files import digest_of, write_json
 from finetune.utils.errors import DataError
@@ -140,17 +140,16 @@ class SplitWriter:
         self._stem = folder / name
         self._around, self._restore = around, restore
 
-        def grow(kind: str, dtype: npt.DTypeLike) -> GrowingArray:
-            return GrowingArray(folder / f"{name}.{kind}", dtype)
-
-        self._tokens = grow("tokens", dtype)
-        self._lengths = grow("lengths", np.int64)
-        self._labels = grow("labels", np.int64)
-        self._digests = grow("digests", np.uint64)
-        self._copies = grow("copies", np.uint32)
-        # One byte a token while the file grows, and only if something is masked.
-        self._loose = grow("loose", np.bool_)
-        self._files = (self._tokens, self._lengths, self._labels, self._digests, self._copies, self._loose)
+        kinds: dict[str, npt.DTypeLike] = {
+            "tokens": dtype,
+            "lengths": np.int64,
+            "labels": np.int64,
+            "digests": np.uint64,
+            "copies": np.uint32,
+            "loose": np.bool_,  # one byte a token while the file grows, and only if something is masked
+        }
+        self._files = [GrowingArray(folder / f"{name}.{kind}", of) for kind, of in kinds.items()]
+        self._tokens, self._lengths, self._labels, self._digests, self._copies, self._loose = self._files
         self.facts = Facts()
         self._ends: Counter[int] = Counter()
         self._issues = Issues()
