@@ -2,8 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from finetune.config.recipe_schema import ChecksSection
 from finetune.data.class_labels import some
@@ -117,10 +116,6 @@ class DataReport:
     """True if everything came from the cache."""
     notes: tuple[str, ...] = ()
     """Notes on the classes' names."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """The report as JSON-able values."""
-        return asdict(self)
 
     def sides(self) -> dict[str, SplitReport]:
         """The sides that there are, by their names."""

@@ -1,7 +1,7 @@
 """From a recipe to batches: what a run reads is what the sources hold, once."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -470,7 +470,7 @@ def test_labels_that_do_not_fit(
 
 def test_the_report_is_json_and_readable(tmp_path: Path) -> None:
     data = prepared(tmp_path, train=[{"sample": 50}, {"sample": 20, "weight": 2}], sequence_length=512)
-    tree = json.loads(json.dumps(data.report.to_dict()))
+    tree = json.loads(json.dumps(asdict(data.report)))
     assert tree["train"]["duplicates"] > 0
     assert [source["name"] for source in tree["train"]["sources"]] == [
         "built-in sample (50 stories)",

@@ -5,9 +5,9 @@ Letters: `N` tokens of one conversation.
 
 import json
 import re
+from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -221,15 +221,18 @@ class ChatEncoder:
         chat = replace(chat, messages=marks.put(chat.messages, special), tools=marks.put(chat.tools, special))
         written = special_token_text.alternatives(self._names, marks)
         text, spans = find_answers(self._template, chat, wanted, written, where)
-        clean, parts, removed = marks.remove(text)
+        clean, parts, places = marks.remove(text)
         if clean != writing.text:
             raise InvalidConversation(
                 "special tokens",
                 f"{where}: a message holds a special token ({', '.join(sorted(set(special.findall(raw))))}), which the "
                 "chat template reads as more than characters. Remove it from the record.",
             )
-        moved = partial(special_token_text.moved, removed=removed)
-        found = {n: [(moved(start), moved(end)) for start, end in places] for n, places in spans.items()}
+
+        def moved(place: int) -> int:
+            return place - bisect_left(places, place)
+
+        found = {n: [(moved(start), moved(end)) for start, end in answer] for n, answer in spans.items()}
         return clean, parts, found, unwritten
 
     def _check_unwritten(

@@ -84,33 +84,12 @@ class Template:
             )
         return text
 
-    def render(self, chat: Conversation, where: str, *, prompt: bool = False) -> str:
-        """A conversation as text; with `prompt`, up to where an answer would begin.
+    def render(self, chat: Conversation, where: str, *, prompt: bool = False, marks: Marks | None = None) -> str:
+        """A conversation as text; with `prompt`, up to where an answer would begin; with `marks`, around marked parts.
 
         Raises:
             DataError: If the template refuses it, or does not end.
         """
-        return self._render(chat, where, prompt, None)
-
-    def render_marked(self, chat: Conversation, where: str) -> tuple[str, list[Span]]:
-        """A conversation as text, and the parts of it that are marked.
-
-        Raises:
-            DataError: If the template does something to what it marks.
-        """
-        # Transformers counts characters while a template writes, and begins anew in macros and the like.
-        text = self.render(chat, where)
-        marks = marks_for(text)
-        marked = self._render(chat, where, False, marks)
-        clean, spans, _ = marks.remove(marked)
-        if clean != text or marked.count(marks.open) != marked.count(marks.close):
-            raise DataError(
-                f"{where}: the chat template ({self.name}) writes another text around its {{% generation %}} marks "
-                "than without them, so that it cannot be told what is marked. Move filters, such as `trim`, into them."
-            )
-        return text, spans
-
-    def _render(self, chat: Conversation, where: str, prompt: bool, marks: Marks | None) -> str:
         template, variables = _fix_date(self.text_for(chat, where)), {**self.variables, **chat.variables}
         template = _show_marks(template, marks) if marks is not None else template
         try:
@@ -130,6 +109,24 @@ class Template:
             ) from error
         return str(texts[0])
 
+    def render_marked(self, chat: Conversation, where: str) -> tuple[str, list[Span]]:
+        """A conversation as text, and the parts of it that are marked.
+
+        Raises:
+            DataError: If the template does something to what it marks.
+        """
+        # Transformers counts characters while a template writes, and begins anew in macros and the like.
+        text = self.render(chat, where)
+        marks = marks_for(text)
+        marked = self.render(chat, where, marks=marks)
+        clean, spans, _ = marks.remove(marked)
+        if clean != text or marked.count(marks.open) != marked.count(marks.close):
+            raise DataError(
+                f"{where}: the chat template ({self.name}) writes another text around its {{% generation %}} marks "
+                "than without them, so that it cannot be told what is marked. Move filters, such as `trim`, into them."
+            )
+        return text, spans
+
 
 def find_template(tokenizer: PreTrainedTokenizerBase, given: str | None, variables: Mapping[str, Any]) -> Template:
     """The template that a recipe names.
@@ -141,7 +138,25 @@ def find_template(tokenizer: PreTrainedTokenizerBase, given: str | None, variabl
     Raises:
         DataError: If there is none, or its syntax is wrong.
     """
-    texts, name = _texts_of(tokenizer, given)
+    texts, name = tokenizer.chat_template or {}, "the tokenizer's own"
+    if given == "plain":
+        texts, name = PLAIN, given
+    elif given is not None:
+        try:
+            texts, name = read_text(Path(given)), given
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise DataError(
+                f"The chat template {given} cannot be read: {reason}. chat.template is a Jinja file, or `plain`."
+            ) from error
+    # By the names that transformers gives them.
+    texts = {"default": texts} if isinstance(texts, str) else texts
+    if not texts.keys() & {"default", "tool_use"}:
+        others = f" that is named `default` or `tool_use`, only {', '.join(sorted(texts))}" if texts else ""
+        raise DataError(
+            f"The tokenizer {tokenizer.name_or_path or type(tokenizer).__name__} has no chat template{others}. Set "
+            "chat.template to a Jinja file, or to `plain` for the one that ships."
+        )
     for text in texts.values():
         try:
             with bounded_work(f"The chat template ({name})", _ANOTHER):
@@ -158,30 +173,6 @@ def find_template(tokenizer: PreTrainedTokenizerBase, given: str | None, variabl
             pass
     tokens = {key: value for key, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
     return Template(texts.get("default"), name, {**tokens, **variables}, texts.get("tool_use"))
-
-
-def _texts_of(tokenizer: PreTrainedTokenizerBase, given: str | None) -> tuple[dict[str, str], str]:
-    """Templates by the names that transformers gives them, and where they come from."""
-    if given == "plain":
-        return {"default": PLAIN}, "plain"
-    if given is not None:
-        path = Path(given)
-        try:
-            return {"default": read_text(path)}, str(path)
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or str(error)
-            raise DataError(
-                f"The chat template {path} cannot be read: {reason}. chat.template is a Jinja file, or `plain`."
-            ) from error
-    own = tokenizer.chat_template
-    own = {"default": own} if isinstance(own, str) else own or {}
-    if not own.keys() & {"default", "tool_use"}:
-        others = f" that is named `default` or `tool_use`, only {', '.join(sorted(own))}" if own else ""
-        raise DataError(
-            f"The tokenizer {tokenizer.name_or_path or type(tokenizer).__name__} has no chat template{others}. Set "
-            "chat.template to a Jinja file, or to `plain` for the one that ships."
-        )
-    return own, "the tokenizer's own"
 
 
 def first_messages(chat: Conversation, number: int) -> Conversation:

@@ -15,7 +15,6 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from finetune.data.sources.conversation_formats import InvalidConversation
-from finetune.data.tokenization.memmap import Int64s
 
 Span = tuple[int, int]
 
@@ -33,13 +32,13 @@ class Marks:
         """The same texts, lists and objects, with marks."""
         return change_texts(value, partial(special.sub, lambda match: f"{self.open}{match[0]}{self.close}"))
 
-    def remove(self, text: str) -> tuple[str, list[Span], Int64s]:
-        """A text without marks, the literal parts of it, and where in it the marks were."""
-        places = np.array([m.start() for m in re.finditer(f"[{self.open}{self.close}]", text)], np.int64)
-        places -= np.arange(places.size)
+    def remove(self, text: str) -> tuple[str, list[Span], list[int]]:
+        """A text without marks, the literal parts of it, and where the marks were in the text that has them."""
+        places = [match.start() for match in re.finditer(f"[{self.open}{self.close}]", text)]
         clean = text.replace(self.open, "").replace(self.close, "")
-        pairs = places.reshape(-1, 2).tolist() if places.size % 2 == 0 else []
-        return clean, [(start, end) for start, end in pairs], places
+        bounds = [place - number for number, place in enumerate(places)]
+        spans = list(zip(bounds[::2], bounds[1::2], strict=True)) if len(bounds) % 2 == 0 else []
+        return clean, spans, places
 
 
 def change_texts(value: Any, change: Callable[[str], str]) -> Any:
@@ -68,12 +67,6 @@ def alternatives(names: tuple[str, ...], marks: Marks | None = None) -> re.Patte
     """Matches any of some texts, the longest that fits; with `marks`, one that is not marked."""
     found = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True)) or "(?!)"
     return re.compile(found if marks is None else f"(?<!{marks.open})(?:{found})")
-
-
-def moved(place: int, removed: Int64s) -> int:
-    """Moves a place to where it is without marks; `removed` holds where these were, counted without them."""
-    # The n-th mark lay at removed[n] + n.
-    return place - int(np.searchsorted(removed + np.arange(removed.size), place))
 
 
 def encode(

@@ -7,7 +7,7 @@ and holds at most T pairs.
 Shapes: B rows, T tokens a row (`sequence_length`), L tokens of the longest row of a batch.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -28,7 +28,7 @@ IGNORED = -100
 """The target where there is nothing to predict."""
 
 _MULTIPLE = 8
-_COUNTS = ("empty", "over_long", "truncated", "dropped", "remainder_rows")
+_NOTHING_LEFT_OUT = dict.fromkeys(("empty", "over_long", "truncated", "dropped", "remainder_rows"), 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,16 +41,8 @@ class PackedRows:
     """Pairs of each segment."""
     row_starts: Int64s
     """First segment of each row, and at the end the number of segments: (rows + 1,)."""
-    empty: int = 0
-    """Documents without a pair."""
-    over_long: int = 0
-    """Documents of more than T pairs."""
-    truncated: int = 0
-    """Documents that lost their end."""
-    dropped: int = 0
-    """Documents left out because they are over-long."""
-    remainder_rows: int = 0
-    """Rows left out because they are incomplete."""
+    counts: dict[str, int] = field(default_factory=dict)
+    """Documents and rows that were changed or left out, by the names that `SplitReport` has for them."""
 
     @property
     def num_rows(self) -> int:
@@ -69,7 +61,7 @@ def wrap_stream(num_tokens: int, row_length: int, *, keep_remainder: bool) -> Pa
         starts=np.arange(lengths.size, dtype=np.int64) * row_length,
         lengths=lengths,
         row_starts=np.arange(lengths.size + 1, dtype=np.int64),
-        remainder_rows=int(rest > 0 and not keep_remainder),
+        counts={**_NOTHING_LEFT_OUT, "remainder_rows": int(rest > 0 and not keep_remainder)},
     )
 
 
@@ -103,10 +95,13 @@ def pad_documents(
         starts=np.ascontiguousarray(starts, np.int64),
         lengths=np.ascontiguousarray(pairs, np.int64),
         row_starts=np.arange(pairs.size + 1, dtype=np.int64),
-        empty=empty,
-        over_long=over_long,
-        truncated=over_long if long_documents == "truncate" else 0,
-        dropped=over_long if long_documents == "drop" else 0,
+        counts={
+            **_NOTHING_LEFT_OUT,
+            "empty": empty,
+            "over_long": over_long,
+            "truncated": over_long if long_documents == "truncate" else 0,
+            "dropped": over_long if long_documents == "drop" else 0,
+        },
     )
 
 
@@ -134,14 +129,13 @@ def save_rows(packed: PackedRows, folder: Path, mask: MaskFile | None = None) ->
     """
     for name in _ARRAYS:
         np.save(folder / f"{name}.npy", getattr(packed, name), allow_pickle=False)
-    counts = {name: getattr(packed, name) for name in _COUNTS}
     pairs = targets = int(packed.lengths.sum())
     if mask is not None:
         of_segments = mask.counts(packed.starts, packed.lengths)
         of_rows = np.add.reduceat(of_segments, packed.row_starts[:-1]) if packed.num_rows else of_segments
         np.save(folder / ROW_TARGETS, of_rows, allow_pickle=False)
         targets = int(of_rows.sum())
-    return {"rows": packed.num_rows, "pairs": pairs, "targets": targets, **counts}
+    return {"rows": packed.num_rows, "pairs": pairs, "targets": targets, **packed.counts}
 
 
 def load_rows(folder: Path) -> PackedRows:

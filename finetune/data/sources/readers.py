@@ -59,9 +59,24 @@ def read_file(path: Path, fields: Fields, meter: Meter | None = None) -> Iterato
     Raises:
         DataError: If the file cannot be opened, is malformed, or lacks a field.
     """
+    suffix = path.suffix.lower()
     with refuse_unreadable(path):
-        _check_format(path)
-        yield from _READERS[path.suffix.lower()](path, fields, meter or Meter())
+        found = format_of(path)
+        if found == HTML and suffix == ".txt":
+            found = None  # a text like any other
+        if found is not None and not (found == PARQUET and suffix == ".parquet"):
+            though = f", though its name ends in {path.suffix}" if suffix in _READERS else ""
+            raise DataError(f"{path} is {found.name}{though}. {found.advice} {_allowed()}")
+        if suffix in (".parquet", *_COMPRESSED) and found is None and holds_text(path):
+            raise DataError(
+                f"{path} is not a readable {_COMPRESSED.get(suffix, 'Parquet')} file: it holds text. Give it a name "
+                f"that says what it is. {_allowed()}"
+            )
+        if suffix not in _READERS:
+            raise DataError(
+                f"{path} ends in '{path.suffix}', which is no format that can be read. Convert the file. {_allowed()}"
+            )
+        yield from _READERS[suffix](path, fields, meter or Meter())
 
 
 @contextmanager
@@ -73,26 +88,6 @@ def refuse_unreadable(path: Path) -> Iterator[None]:
         raise DataError(
             f"{path} cannot be read: {error.strerror or error}. Check data.train and data.validation."
         ) from error
-
-
-def _check_format(path: Path) -> None:
-    """Compares what a file's name says that it holds with what it does hold."""
-    suffix, found = path.suffix.lower(), format_of(path)
-    named = suffix in _READERS
-    if found == HTML and suffix == ".txt":
-        found = None  # a text like any other
-    if found is not None and not (found == PARQUET and suffix == ".parquet"):
-        though = f", though its name ends in {path.suffix}" if named else ""
-        raise DataError(f"{path} is {found.name}{though}. {found.advice} {_allowed()}")
-    if suffix in (".parquet", *_COMPRESSED) and found is None and holds_text(path):
-        raise DataError(
-            f"{path} is not a readable {_COMPRESSED.get(suffix, 'Parquet')} file: it holds text. Give it a name that "
-            f"says what it is. {_allowed()}"
-        )
-    if not named:
-        raise DataError(
-            f"{path} ends in '{path.suffix}', which is no format that can be read. Convert the file. {_allowed()}"
-        )
 
 
 def _allowed() -> str:
@@ -111,8 +106,7 @@ def document_of(record: Any, fields: Fields, where: str) -> Document:
         return Document(record, None, where)
     if not isinstance(record, Mapping):
         raise DataError(
-            f"{where}: got {kind_of(record)} where an object with a field '{fields.text}' is needed. "
-            "Write each document as an object."
+            f"{where}: got {kind_of(record)}. Write each document as an object with a field '{fields.text}'."
         )
     require_fields(record, fields, where)
     text = record[fields.text]

@@ -123,8 +123,7 @@ def write_tokens(
                 )
         names = ", ".join(corpus.name for corpus in corpora)
         raise DataError(
-            f"There are no documents in {names}: nothing there but white space, if anything. Name a source that holds "
-            "text."
+            f"There are no documents in {names}: nothing but white space, if anything. Name a source that holds text."
         )
     shards.clear()
     return {"dtype": dtype.name, "labels": list(labels), **counts}

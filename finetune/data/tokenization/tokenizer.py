@@ -67,7 +67,14 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     if wrong is not None:
         raise DataError(f"{'tokenizer' if section.name else 'model'}.name: {wrong}")
     try:
-        return _open(name, revision, trust_remote_code=model.trust_remote_code)
+        files = {path.name for path in Path(name).iterdir()} if Path(name).is_dir() else set()
+        # The form that GPT-2 was published in says nowhere which class it belongs to.
+        named = files & {"tokenizer.json", "tokenizer_config.json", "config.json"}
+        if {"vocab.json", "merges.txt"} <= files and not named:
+            return transformers.GPT2TokenizerFast.from_pretrained(name)
+        return transformers.AutoTokenizer.from_pretrained(
+            name, revision=revision, trust_remote_code=model.trust_remote_code
+        )
     except Exception as error:  # Each tokenizer class fails in its own way; all mean that there is none to use.
         _check_files(name)
         raise DataError(
@@ -164,18 +171,6 @@ def wrapping_of(tokenizer: PreTrainedTokenizerBase) -> Wrapping:
 def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """The token that fills rows. Nothing is learned from it, so any will do where there is none for it."""
     return next((int(n) for n in (tokenizer.pad_token_id, tokenizer.eos_token_id) if n is not None), 0)
-
-
-def _open(name: str, revision: str | None, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    folder = Path(name)
-    if folder.is_dir():
-        files = {path.name for path in folder.iterdir()}
-        # The form that GPT-2 was published in says nowhere which class it belongs to.
-        named = files & {"tokenizer.json", "tokenizer_config.json", "config.json"}
-        if {"vocab.json", "merges.txt"} <= files and not named:
-            return transformers.GPT2TokenizerFast.from_pretrained(str(folder))
-        return transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
-    return transformers.AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
 
 
 @dataclass
