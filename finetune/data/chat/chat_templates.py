@@ -138,10 +138,11 @@ def find_template(tokenizer: PreTrainedTokenizerBase, given: str | None, variabl
     Raises:
         DataError: If there is none, or its syntax is wrong.
     """
-    texts, name = tokenizer.chat_template or {}, "the tokenizer's own"
-    if given == "plain":
+    if given is None:
+        texts, name = tokenizer.chat_template, "the tokenizer's own"
+    elif given == "plain":
         texts, name = PLAIN, given
-    elif given is not None:
+    else:
         try:
             texts, name = read_text(Path(given)), given
         except (OSError, ValueError) as error:
@@ -150,7 +151,7 @@ def find_template(tokenizer: PreTrainedTokenizerBase, given: str | None, variabl
                 f"The chat template {given} cannot be read: {reason}. chat.template is a Jinja file, or `plain`."
             ) from error
     # By the names that transformers gives them.
-    texts = {"default": texts} if isinstance(texts, str) else texts
+    texts = {"default": texts} if isinstance(texts, str) else texts or {}
     if not texts.keys() & {"default", "tool_use"}:
         others = f" that is named `default` or `tool_use`, only {', '.join(sorted(texts))}" if texts else ""
         raise DataError(
