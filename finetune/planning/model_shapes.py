@@ -12,7 +12,7 @@ from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from finetune.config.recipe_schema import LoraSection, OptimSection, Recipe
-from finetune.data.tokenization.build_tokenizer import load_tokenizer
+from finetune.data.tokenization.tokenizer import load_tokenizer
 from finetune.distributed.split_parameters import UNSPLIT, Splits
 from finetune.distributed.strategies.prediction import ParamSpec, ParamSpecs
 from finetune.distributed.tensor_facts import DTYPES, width_of

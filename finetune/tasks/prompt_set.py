@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from finetune.config.recipe_schema import Recipe, Source
-from finetune.data.chat.chat_templates import find_template
-from finetune.data.chat.written_parts import write_conversation
+from finetune.data.chat.chat_templates import find_template, write_conversation
 from finetune.data.sources.conversation_formats import (
     Conversation,
     InvalidConversation,
@@ -19,7 +18,7 @@ from finetune.data.sources.conversation_formats import (
     without_nulls,
 )
 from finetune.data.sources.corpus import open_source
-from finetune.data.synthetic import conversation_generator, story_generator
+from finetune.data.synthetic import story_generator
 from finetune.models import prompts
 from finetune.utils.errors import DataError
 
@@ -155,7 +154,7 @@ def _records(recipe: Recipe, source: Source) -> Iterator[tuple[dict[str, Any], s
 def _sample(count: int, *, chat: bool) -> Iterator[dict[str, Any]]:
     """Conversations; or the first two sentences of stories, with what follows."""
     if chat:
-        for talk in conversation_generator.conversations(count, _SEED):
+        for talk in story_generator.conversations(count, _SEED):
             yield {"messages": list(talk.messages)}
         return
     for story in story_generator.stories(count, _SEED):

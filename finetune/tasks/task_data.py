@@ -1,5 +1,7 @@
 """The data of tasks that learn from documents."""
 
+from dataclasses import asdict
+
 from finetune.config.recipe_schema import Recipe
 from finetune.data import prepare
 from finetune.models.head_classes import head_classes
@@ -30,7 +32,7 @@ def build_task_data(recipe: Recipe, quiet: bool, classifier: Head | None = None)
         train=prepared.train,
         validation=prepared.validation,
         tokenizer=prepared.tokenizer,
-        report=prepared.report.to_dict(),
+        report=asdict(prepared.report),
         report_lines=tuple(prepared.report.start_lines()),
         full_report=tuple(prepared.report.lines()),
         num_labels=prepared.num_labels,

@@ -10,7 +10,7 @@ import pytest
 from finetune.config import path_kinds
 from finetune.config.path_kinds import Kind, kind_of
 from finetune.config.recipe import validate_recipe
-from finetune.data.tokenization.build_tokenizer import load_tokenizer
+from finetune.data.tokenization.tokenizer import load_tokenizer
 from finetune.export.find_weights import find_weights
 from finetune.export.load_model import load_model
 from finetune.models.model_config import resolve_model_config

@@ -10,7 +10,7 @@ from finetune.distributed.launch.launch_config import Launch
 from finetune.utils.compat.library_versions import installed
 from finetune.utils.errors import BackendError
 
-# See `data.rows.row_dataset`.
+# See `data.rows.packed_rows`.
 _ROWS_GROW_BY = 8
 _DEBUG = "TORCH_DISTRIBUTED_DEBUG"
 
