@@ -11,8 +11,7 @@ from finetune.config.recipe_schema import Recipe
 from finetune.models.heads import Head
 from finetune.models.model_config import resolve_model_config
 from finetune.tasks.task import Batch, TaskData
-from finetune.tasks.task_data import build_task_data
-from finetune.tasks.task_networks import transformers_task
+from finetune.tasks.task_parts import build_task_data, transformers_task
 from finetune.utils.errors import RecipeError
 
 NAME = "sequence_classification"

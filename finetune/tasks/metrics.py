@@ -5,7 +5,6 @@ import string
 import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -49,7 +48,6 @@ def build_metrics(recipe: Recipe, task: Task, data: TaskData, prompts: Sequence[
     Raises:
         RecipeError: If a metric fails, or `checkpoint.keep_best_by` names nothing that evaluations have.
     """
-    check_metrics(recipe.eval.metrics)
     metrics = find_metrics(recipe.eval.metrics)
     best_by = recipe.checkpoint.keep_best_by
     # Their library takes seconds to load, and they do not fail.
@@ -81,33 +79,25 @@ def build_metrics(recipe: Recipe, task: Task, data: TaskData, prompts: Sequence[
     return metrics
 
 
-@dataclass(frozen=True)
-class ClassCounts:
-    """Counts by class: of its rows, of rows that were taken for it, and of those in both."""
+def count_classes(classes: torch.Tensor, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Counts, by class, its rows and those that were taken for it, with the share of its rows that was recognised.
 
-    rows: tuple[int, ...]
-    predicted: tuple[int, ...]
-    hits: tuple[int, ...]
+    Args:
+        classes: (2, rows): predicted and true class of each.
+    """
+    predicted, true = classes.cpu()
+    parts = (true, predicted, true[predicted == true])
+    counts = [torch.bincount(part, minlength=len(names)).tolist() for part in parts]
+    return {
+        name: {"rows": rows, "predicted": taken, "recall": hits / rows if rows else None}
+        for name, rows, taken, hits in zip(names, *counts, strict=True)
+    }
 
-    @staticmethod
-    def of(classes: torch.Tensor, count: int) -> "ClassCounts":
-        """Counts predicted and true classes, (2, rows), of `count` classes."""
-        predicted, true = classes.cpu()
-        found = (torch.bincount(part, minlength=count).tolist() for part in (true, predicted, true[predicted == true]))
-        return ClassCounts(*map(tuple, found))
 
-    @property
-    def recall_macro(self) -> float:
-        """The mean, over the classes that have rows, of the share of a class's rows that was recognised."""
-        recalls = [hits / rows for hits, rows in zip(self.hits, self.rows, strict=True) if rows]
-        return sum(recalls) / max(1, len(recalls))
-
-    def by_name(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """For `run.json`."""
-        return {
-            name: {"rows": rows, "predicted": predicted, "recall": hits / rows if rows else None}
-            for name, rows, predicted, hits in zip(names, self.rows, self.predicted, self.hits, strict=True)
-        }
+def recall_macro(counts: Mapping[str, Mapping[str, Any]]) -> float:
+    """Returns the mean recall of the classes that have rows; see `count_classes`."""
+    recalls = [found["recall"] for found in counts.values() if found["rows"]]
+    return float(sum(recalls) / max(1, len(recalls)))
 
 
 def find_metrics(names: Sequence[str]) -> dict[str, Metric]:

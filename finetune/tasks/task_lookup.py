@@ -36,7 +36,7 @@ def find_task(recipe: Recipe) -> Task:
     if problems:
         raise RecipeError.of("The recipe", problems)
     if task.head is None and recipe.lora is not None:
-        from finetune.tasks.task_networks import adapted_task
+        from finetune.tasks.task_parts import adapted_task
 
         task = adapted_task(task)
     if recipe.task.loss is None:

@@ -1,20 +1,39 @@
-"""Says what a run would do, without data or weights."""
+"""Checks a recipe against a launch before anything is read or started, and says what the run would do."""
 
 import os
+from collections.abc import Mapping
 
 from finetune.config.recipe_schema import Recipe
-from finetune.distributed.launch.launch_config import read_launch
+from finetune.distributed.launch.launch_config import Launch, ResolvedConfig, read_launch
 from finetune.distributed.launch.predicted_environment import PredictedEnvironment
+from finetune.distributed.resolve_config import resolve_config
 from finetune.distributed.strategies.find_strategy import strategy_of
 from finetune.distributed.tensor_facts import width_of
-from finetune.models import lora_adapters, split_layers
+from finetune.models import float8, lora_adapters, split_layers
 from finetune.models.forward_wrapper import ForwardWrapper
 from finetune.optim import lr_schedule
-from finetune.optim.optimizers import build_optimizer
+from finetune.optim.optimizers import build_optimizer, check_optimizer
 from finetune.planning.model_shapes import with_vocabulary_size
-from finetune.tasks.task_lookup import find_task
-from finetune.training.recipe_checks import check_recipe
+from finetune.tasks.metrics import check_metrics
+from finetune.tasks.task_lookup import check_task_splits, find_task
 from finetune.utils.errors import RecipeError
+
+
+def check_recipe(recipe: Recipe, launch: Launch, env: Mapping[str, str] = os.environ) -> ResolvedConfig:
+    """Returns what follows from recipe and launch, which a run, a dry run and `finetune doctor` refuse alike.
+
+    Args:
+        env: A worker's environment.
+
+    Raises:
+        FinetuneError: If they contradict each other, or this machine cannot run what is asked.
+    """
+    config = resolve_config(recipe, launch, env)
+    check_task_splits(recipe, launch)
+    check_metrics(recipe.eval.metrics)
+    check_optimizer(recipe.optim, cut=launch.cuts_state, flat=launch.flattens)
+    float8.check_fp8(recipe)
+    return config
 
 
 def describe(recipe: Recipe, foreseen: PredictedEnvironment | None = None) -> str:

@@ -1,29 +1,36 @@
-"""Evaluates and samples a model in training, where that is due."""
+"""Evaluates and samples a model in training, where that is due.
+
+An evaluation is exact: every row once, weighted by targets, whatever the batch size and the number of ranks.
+"""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from finetune.data.class_labels import some
-from finetune.data.rows.feed import Rows
+from finetune.data.rows.feed import Rows, evaluation_batches
 from finetune.distributed.backend import Backend
+from finetune.models.forward_wrapper import without_training
 from finetune.monitoring.metrics import Reporter
-from finetune.monitoring.shutdown import ShutdownHandler
 from finetune.tasks import metrics
-from finetune.tasks.metrics import ClassCounts
-from finetune.training import sampling
-from finetune.training.evaluation import evaluate
-from finetune.training.generate_answers import decode_text, generate
+from finetune.tasks.task import Batch, Task
+from finetune.training.generate_texts import decode_text, generate, sample_text
 from finetune.training.run import BuiltRun
 from finetune.utils.atomic_files import write_text
 from finetune.utils.errors import FinetuneError, RecipeError
+from finetune.utils.to_device import batch_to_device
 
 PREDICTIONS = "predictions.jsonl"
+
+# Forward passes between two questions whether to give up; each makes the host wait for the device.
+_ASK_EVERY = 16
 
 
 def evaluate_and_sample(run: BuiltRun) -> bool:
@@ -40,7 +47,7 @@ def evaluate_and_sample(run: BuiltRun) -> bool:
         return False
     if recipe.sample is not None and due(recipe.sample.every_steps, recipe.sample.at_end):
         run.timer.mark("aside")
-        text = sampling.sample_text(run.backend, run.model, recipe, run.data.tokenizer, run.data.ends)
+        text = sample_text(run.backend, run.model, recipe, run.data.tokenizer, run.data.ends)
         run.reporter.log({"step": step, "sample": text})
         run.reporter.say(f"step {step}: sample\n{text}\n")
         run.results["sample"] = text
@@ -49,24 +56,26 @@ def evaluate_and_sample(run: BuiltRun) -> bool:
 
 def _evaluate(run: BuiltRun) -> bool:
     run.timer.mark("aside")
-    recipe, rows, step = run.recipe, run.data.validation, run.state.step
+    task, rows, step, names = run.task, run.data.validation, run.state.step, run.data.label_names
     figures: dict[str, float] = {}
-    counts: ClassCounts | None = None
+    by_class: dict[str, dict[str, Any]] = {}
     if rows is not None:
-        counted = run.task.labelled and run.task.loss_and_correct is not None
+        counted = task.labelled and task.loss_and_correct is not None
+        scored = bool(run.metrics) and not task.text
         classes = None
-        if counted or (run.metrics and not run.task.text):
+        if counted or scored:
             classes = torch.zeros(2, len(rows), dtype=torch.int64, device=run.backend.device)
-        micro = recipe.eval.micro_size or recipe.batch.rows
-        stopped = partial(_stop_requested, run.backend, run.shutdown)
-        found = evaluate(run.backend, run.model, run.task, rows, micro, stopped=stopped, classes=classes)
+        micro = run.recipe.eval.micro_size or run.recipe.batch.rows
+        found = evaluate(
+            run.backend, run.model, task, rows, micro, stopping=lambda: run.shutdown.requested, classes=classes
+        )
         if found is None:
             return False
         figures |= found
         if classes is not None and counted:
-            counts = ClassCounts.of(classes, len(run.data.label_names))
-            figures["recall_macro"] = counts.recall_macro
-        if classes is not None and run.metrics:
+            by_class = metrics.count_classes(classes, names)
+            figures["recall_macro"] = metrics.recall_macro(by_class)
+        if classes is not None and scored:
             figures |= _score_classes(run, rows, classes)
     if run.prompts:
         scores = _score_texts(run)
@@ -85,15 +94,74 @@ def _evaluate(run: BuiltRun) -> bool:
     )
     over = f" over {figures['targets']:,.0f} targets" if rows is not None else ""
     run.reporter.say(f"step {step}: validation {shown}{over}")
-    if counts is not None:
-        run.results["classes"] = counts.by_name(run.data.label_names)
-        _say_classes(run.reporter, step, run.results["classes"])
+    if by_class:
+        run.results["classes"] = by_class
+        _say_classes(run.reporter, step, by_class)
     return True
 
 
-def _stop_requested(backend: Backend, shutdown: ShutdownHandler) -> bool:
-    requested = torch.tensor([float(shutdown.requested)], device=backend.device)
-    return backend.all_reduce_sum(requested).item() > 0
+def evaluate(
+    backend: Backend,
+    model: nn.Module,
+    task: Task,
+    rows: Rows,
+    micro_size: int,
+    *,
+    stopping: Callable[[], bool] = lambda: False,
+    classes: torch.Tensor | None = None,
+) -> dict[str, float] | None:
+    """Mean loss per target over all rows, with what follows from it.
+
+    Every rank must call it; each runs the same number of forward passes, since sharded backends gather weights
+    in them. A rank whose share is used up continues with a row that counts for nothing.
+
+    Args:
+        model: The prepared model, a `ForwardWrapper` inside.
+        micro_size: Rows in one forward pass of one process; it does not change the result.
+        stopping: Returns True if this rank was asked to stop; every rank then gives up. Called now and then.
+        classes: Zeros, (2, rows) int64: become the predicted and the true class of each row, on all ranks.
+
+    Returns:
+        None if a rank was asked to stop; else `loss` and `targets`; `perplexity` if the network writes text; `accuracy`
+        if the task counts hits.
+    """
+    # Loss, hits. In float64: hundreds of millions of targets are beyond fp32's whole numbers.
+    sums = torch.zeros(2, dtype=torch.float64, device=backend.device)
+    targets = 0
+    batches = evaluation_batches(rows, micro_size, data_size=backend.mesh.data_size, data_rank=backend.mesh.data_rank)
+    computing: deque[tuple[Any, Batch]] = deque()
+
+    def sent() -> Iterator[Batch]:
+        for share, batch in batches:
+            computing.append((share, batch_to_device(batch, backend.device)))
+            yield computing[-1][1]
+
+    with without_training(model):
+        results = backend.evaluate_batches(model, task.loss_and_correct or task.loss_sum, sent())
+        for number, found in enumerate(results):
+            share, batch = computing.popleft()
+            if number % _ASK_EVERY == _ASK_EVERY - 1:
+                asked = torch.tensor([float(stopping())], device=backend.device)
+                if backend.all_reduce_sum(asked).item() > 0:
+                    return None
+            if share.size and backend.mesh.counts_loss:
+                found = found.reshape(-1)
+                sums[: len(found[:2])] += found[:2].double()
+                if classes is not None:
+                    if len(found) != 2 + len(share):
+                        raise RecipeError("eval.metrics: the task's `loss_and_correct` gives no class of each row.")
+                    classes[:, share] = torch.stack((found[2:].long(), batch["targets"]))
+                targets += rows.num_targets(share) if backend.mesh.counts_rows else 0
+    if classes is not None:
+        backend.all_reduce_sum(classes)
+    count = torch.tensor([targets], dtype=torch.float64, device=backend.device)
+    loss_sum, hit_sum, total = backend.all_reduce_sum(torch.cat((sums, count))).tolist()
+    result = {"loss": loss_sum / max(1.0, total), "targets": total}
+    if task.text:
+        result["perplexity"] = math.exp(min(result["loss"], 700.0))
+    if task.loss_and_correct:
+        result["accuracy"] = hit_sum / max(1.0, total)
+    return result
 
 
 def _say_classes(reporter: Reporter, step: int, found: dict[str, dict[str, Any]]) -> None:

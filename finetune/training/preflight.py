@@ -1,8 +1,7 @@
 """Forward passes of the prepared model before the first step, to verify kernels, document isolation, and the loss."""
 
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +13,10 @@ from finetune.config.recipe_schema import DataSection, Recipe
 from finetune.distributed.backend import Backend
 from finetune.distributed.strategies import sequence
 from finetune.models import chunked_loss, lora_adapters
-from finetune.models.forward_wrapper import unwrap
+from finetune.models.forward_wrapper import unwrap, without_training
 from finetune.tasks import causal_checks, classification
 from finetune.tasks.causal_lm import CAUSAL_LM, causal_lm_logits
 from finetune.tasks.task import Batch, Task, TaskData
-from finetune.training import evaluation
 from finetune.utils.compat.transformers_private import attention_implementation
 from finetune.utils.errors import BackendError, DataError, FinetuneError
 from finetune.utils.to_device import batch_to_device
@@ -37,21 +35,22 @@ def loss_of_row(
     rows = data.train if data.train is not None else data.validation
     if rows is None:
         raise DataError("There are neither training nor validation rows. Name data.train or data.validation.")
-    with evaluation.without_training(model), _by_name(model):
-        batch = batch_to_device(rows.batch(np.arange(1)), device or backend.device)
-        (loss,) = backend.evaluate_batches(model, task.loss_sum, [batch])
-    return loss
+    batch = batch_to_device(rows.batch(np.arange(1)), device or backend.device)
+    return _evaluate(backend, model, task.loss_sum, batch)
 
 
-@contextmanager
-def _by_name(model: nn.Module) -> Iterator[None]:
-    """Names the architecture whose own code cannot run what it is given."""
+def _evaluate(
+    backend: Backend, model: nn.Module, function: Callable[[nn.Module, Batch], torch.Tensor], batch: Batch
+) -> torch.Tensor:
+    """Returns `function(network, batch)`; names the architecture whose own code cannot run what it is given."""
     try:
-        yield
+        with without_training(model):
+            (result,) = backend.evaluate_batches(model, function, [batch])
+        return result
     except (FinetuneError, torch.OutOfMemoryError, torch.distributed.DistError):
         raise
     except Exception as error:  # architectures stumble in many ways
-        inner = lora_adapters.transformer(unwrap(model))
+        inner = _inner(model)
         files = {frame.filename for frame in traceback.extract_tb(error.__traceback__)}
         if inner is None or not any("/transformers/models/" in Path(file).as_posix() for file in files):
             raise
@@ -140,9 +139,7 @@ def _scores(backend: Backend, model: nn.Module) -> causal_checks.Scores:
     """Scores of the prepared model, which must be finite."""
 
     def scores(batch: Batch, forward: Callable[[nn.Module, Batch], torch.Tensor]) -> torch.Tensor:
-        with evaluation.without_training(model), _by_name(model):
-            (result,) = backend.evaluate_batches(model, forward, [batch])
-        found = result.float()
+        found = _evaluate(backend, model, forward, batch).float()
         spoilt = (~found.isfinite().all()).float().reshape(1)
         if backend.all_reduce_max(spoilt).item():
             raise BackendError(
@@ -170,9 +167,9 @@ def check_loss(backend: Backend, model: nn.Module, recipe: Recipe) -> str:
         return "plain"
     ids = causal_checks.ordinary_tokens(inner, min(64, recipe.data.sequence_length), backend.device)
     batch = {"input_ids": ids, "targets": ids.roll(-1)}
-    with evaluation.without_training(model), sequence.whole_rows(model):
+    with sequence.whole_rows(model):
         functions = (CAUSAL_LM.loss_sum, _plain_loss, _changes_behind_head)
-        fused, plain, changed = (next(backend.evaluate_batches(model, function, [batch])) for function in functions)
+        fused, plain, changed = (_evaluate(backend, model, function, batch) for function in functions)
     # All ranks must decide alike, though the last bits of their sums may not be the same.
     apart = backend.all_reduce_max(((fused - plain).abs() / plain.abs().clamp(min=1e-6)).reshape(1)).item()
     most = 1e-3 if backend.precision == "fp32" else 5e-2
@@ -206,11 +203,10 @@ def check_split(backend: Backend, model: nn.Module, data: DataSection) -> None:
         lengths = torch.tensor([*begins, length], device=backend.device)
         positions = torch.cat([torch.arange(int(count), device=backend.device) for count in lengths.diff()])
         batch |= {"position_ids": positions[None], "cu_seqlens": lengths.int()}
-    with evaluation.without_training(model), _by_name(model):
-        (part,) = backend.evaluate_batches(model, CAUSAL_LM.loss_sum, [batch])
-        with sequence.whole_rows(model):
-            (whole,) = backend.evaluate_batches(model, CAUSAL_LM.loss_sum, [batch])
-    apart, most = _apart(backend, part, whole.item())
+    part = _evaluate(backend, model, CAUSAL_LM.loss_sum, batch)
+    with sequence.whole_rows(model):
+        whole = _evaluate(backend, model, CAUSAL_LM.loss_sum, batch).item()
+    apart, most = _apart(backend, part, whole)
     if not apart <= most:
         raise BackendError(
             f"Rows split over {parts} ranks are not computed as whole ones in {_name(model)}: the loss is off by "

@@ -1,4 +1,4 @@
-"""Generates texts with a model in training, under any backend: answers to the recipe's prompts, and its sample."""
+"""Generates texts with a model in training, under any backend: answers to the recipe's prompts, and its samples."""
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from finetune.config.recipe_schema import ChatSection, Recipe, SampleSection
 from finetune.distributed.backend import Backend
+from finetune.models.forward_wrapper import without_training
+from finetune.models.prompts import text_tokens, turn_tokens
 from finetune.tasks.causal_lm import next_token_logits
-from finetune.training.evaluation import without_training
 from finetune.utils.to_device import tensor_to_device
 
 
@@ -74,3 +76,47 @@ def decode_text(tokenizer: Any, before: Sequence[int], ids: Sequence[int]) -> st
     """Returns a text, decoded behind its prompt: alone, the first word of some tokenizers loses its space."""
     start = tokenizer.decode(before, skip_special_tokens=True)
     return str(tokenizer.decode([*before, *ids], skip_special_tokens=True)[len(start) :].strip())
+
+
+def sample_prompt(section: SampleSection, chat: ChatSection | None, tokenizer: Any) -> list[int]:
+    """Returns tokens of a sample's prompt: a text's beginning, or a user's turn, where the recipe learns conversations.
+
+    Raises:
+        DataError: If there is nothing to begin with, or the chat template refuses the turn.
+    """
+    if chat is None:
+        return text_tokens(tokenizer, section.prompt)
+    return turn_tokens(tokenizer, section.prompt, chat.template_args)
+
+
+def sample_text(backend: Backend, model: nn.Module, recipe: Recipe, tokenizer: Any, taught: Sequence[int]) -> str:
+    """Writes one text after the prompt of the recipe's `sample` section; every rank must call it.
+
+    Args:
+        taught: The tokens that learned answers end in.
+    """
+    section = recipe.sample
+    assert section is not None
+    ids = sample_prompt(section, recipe.chat, tokenizer)
+    generator = torch.Generator().manual_seed(recipe.seed)
+
+    def pick(logits: torch.Tensor) -> int:
+        if section.temperature == 0:
+            return int(logits.argmax())
+        logits = logits.cpu() / section.temperature
+        if section.top_k is not None and section.top_k < logits.numel():
+            logits[logits < logits.topk(section.top_k).values[-1]] = -torch.inf
+        return int(torch.multinomial(logits.softmax(-1), 1, generator=generator))
+
+    found = generate(
+        backend,
+        model,
+        [ids],
+        longest=recipe.data.sequence_length,
+        max_new_tokens=section.max_new_tokens,
+        ends={tokenizer.eos_token_id, *taught},
+        pick=pick,
+        slides=True,
+    )
+    assert found is not None
+    return str(tokenizer.decode([*ids, *found[0]], skip_special_tokens=True)).strip()
