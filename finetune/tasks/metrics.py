@@ -126,28 +126,26 @@ def score_predictions(
     """
     found: dict[str, float] = {}
     for name, metric in metrics.items():
-        for key, value in _computed(name, metric, predictions, references).items():
+        try:
+            wanted: Any = [one if isinstance(one, str) else list(one) for one in references]
+            value = metric(list(predictions), wanted)
+            named = value if isinstance(value, Mapping) else {re.split(r"[:.]", name)[-1]: value}
+            values = {str(key): float(number) for key, number in named.items()}
+        except Exception as error:  # whatever a user's function does
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            raise RecipeError(
+                f"eval.metrics: '{name}' ends in {type(error).__name__}: {' '.join(str(error).split())[:300]} "
+                f"({Path(place.filename).name}, line {place.lineno}). It is called with lists of predictions and of "
+                "references, and returns a number, or a dict of numbers."
+            ) from error
+        for key in values:
             if not _NAME.fullmatch(key) or key in (*found, *_TAKEN):
                 raise RecipeError(
                     f"eval.metrics: '{name}' calls a metric '{key}'. A name has at most 64 letters, digits, `_` and "
                     f"`-`, and is there once; {', '.join(_TAKEN)} are taken. Return a dict with other keys."
                 )
-            found[key] = value
+        found |= values
     return found
-
-
-def _computed(name: str, metric: Metric, predictions: Any, references: Any) -> dict[str, float]:
-    try:
-        found = metric(list(predictions), [one if isinstance(one, str) else list(one) for one in references])
-        named = found if isinstance(found, Mapping) else {re.split(r"[:.]", name)[-1]: found}
-        return {str(key): float(value) for key, value in named.items()}
-    except Exception as error:  # whatever a user's function does
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        raise RecipeError(
-            f"eval.metrics: '{name}' ends in {type(error).__name__}: {' '.join(str(error).split())[:300]} "
-            f"({Path(place.filename).name}, line {place.lineno}). It is called with lists of predictions and of "
-            "references, and returns a number, or a dict of numbers."
-        ) from error
 
 
 def _words(text: str) -> list[str]:

@@ -18,9 +18,8 @@ from finetune.checkpoint.run_fingerprint import MICRO_SIZE, base_of, depends_on_
 from finetune.config.recipe_schema import Recipe
 from finetune.data.rows.feed import TokenFileFeed
 from finetune.data.rows.row_order import RowOrder
-from finetune.distributed import rendezvous_store
+from finetune.distributed import device_selection, rendezvous_store
 from finetune.distributed.backend import Backend
-from finetune.distributed.device_selection import slow_precision
 from finetune.distributed.held_memory import Memory
 from finetune.distributed.launch.launch_config import Launch, ResolvedConfig, read_launch
 from finetune.distributed.resolve_config import resolve_config
@@ -46,23 +45,23 @@ from finetune.monitoring.shutdown import ShutdownHandler
 from finetune.monitoring.timer import PhaseTimer
 from finetune.monitoring.trackers import Trackers
 from finetune.optim import optimizers
+from finetune.planning.planner import candidates_of
 from finetune.tasks.metrics import Metric, build_metrics
 from finetune.tasks.prompt_set import Prompt, read_prompts
 from finetune.tasks.task import Task, TaskData
 from finetune.tasks.task_lookup import find_task
 from finetune.tasks.task_parts import without_validation
-from finetune.tasks.training_length import Length, measure_length
 from finetune.training import micro_batch_search, preflight
 from finetune.training.dry_run import check_recipe
 from finetune.training.generate_texts import sample_prompt
-from finetune.training.gradient_sums import GradientSums, choose_gradient_sums
 from finetune.training.micro_batch_search import MicroBatchChoice
 from finetune.training.profiler import Profiler
-from finetune.training.run import BuiltRun, TrainState
+from finetune.training.run import BuiltRun, Length, TrainState, measure_length
+from finetune.utils.compat import torch_private
 from finetune.utils.compat.accelerate_private import unsplit_classes
 from finetune.utils.compat.library_versions import untested_versions
 
-# How long ranks wait for rank 0 to read the base's files.
+# How long ranks wait for rank 0 to read the base's files or to count the network, and for those that start later.
 _PATIENCE = timedelta(hours=2)
 
 
@@ -83,6 +82,19 @@ class Inputs:
     base: dict[str, Any] | None
     """The pretrained model, by its files' digests."""
     identity: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class GradientSums:
+    """When gradients of a step's micro-batches are summed over ranks."""
+
+    each: bool
+    """After each of them, with which a rank holds its shards alone; else after the last."""
+    needed: int | None
+    """Bytes that a rank would need to hold them whole, as a plan forecasts them; None if the launch decides, or if
+    the network cannot be counted."""
+    room: int
+    """Bytes that a rank can have."""
 
 
 @dataclass(frozen=True)
@@ -219,6 +231,33 @@ def _settle_plan(recipe: Recipe, launch: Launch, inputs: Inputs, quiet: bool) ->
     return RunPlan(inputs, micro.recipe, settled, config, micro, sums)
 
 
+def choose_gradient_sums(recipe: Recipe, launch: Launch, accumulation: int) -> GradientSums | None:
+    """Chooses the same on every rank, before these form a process group; every rank must call it.
+
+    What decides is the same at every start on a machine, so that a run that resumes takes the same path to the bit.
+
+    Returns:
+        None where there is nothing to choose.
+    """
+    if not launch.defers(accumulation):
+        chosen = launch.sync_each_batch if accumulation > 1 else None
+        return None if chosen is None else GradientSums(chosen, None, 0)
+    room = min(rendezvous_store.gather_notes(device_selection.total_memory(), _PATIENCE))
+
+    def forecast() -> tuple[bool, int | None]:
+        # Whole gradients send less, so they are held where they fit.
+        if not torch_private.reduces_unused_gradients():
+            return False, None
+        candidate_of = candidates_of(recipe, replace(launch, sync_each_batch=False), room)
+        whole = candidate_of(recipe.batch.rows) if candidate_of is not None else None
+        if whole is None or whole.memory is None:
+            return True, None
+        return whole.verdict != "fits", whole.needed
+
+    each, needed = rendezvous_store.from_main(forecast, _PATIENCE)
+    return GradientSums(each, needed, room)
+
+
 def _build_model(plan: RunPlan, backend: Backend) -> BuiltModel:
     """Builds the network with its weights and the optimiser, hands both to the backend, and verifies what it made."""
     recipe, task, data, weights = plan.recipe, plan.inputs.task, plan.inputs.data, plan.inputs.weights
@@ -296,7 +335,7 @@ def _open_run(
             "This network has dropout. In rows or layers that are split over ranks it draws other masks than in whole "
             "ones, so that this run takes another path than under other launch configs."
         )
-    if slow := slow_precision(backend.precision):
+    if slow := device_selection.slow_precision(backend.precision):
         reporter.warn(f"{slow} `precision: fp32` is the faster one here.")
     weights = inputs.weights.lines if inputs.weights is not None else ()
     for line in (*weights, *plan.micro_size.lines, *_start_lines(plan, backend, built, resume)):

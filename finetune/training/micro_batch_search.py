@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -73,12 +74,13 @@ def resolve_micro_size(
     notes = rendezvous_store.RendezvousStore(rank, world, _PATIENCE)
     sizes, room = divisors(recipe.batch.global_size // launch.data_ranks), device_selection.available_memory()
     kept = _kept(recipe, launch, digest)
-    if rank == 0:
-        known = _read(kept, room.total)
-        notes.write(
-            "begin", known or {"first": largest_micro_size(recipe, launch, sizes, room.total), "room": room.total}
-        )
-    begin = notes.read("begin")
+    begin = rendezvous_store.from_main(
+        lambda: (
+            _read(kept, room.total)
+            or {"first": largest_micro_size(recipe, launch, sizes, room.total), "room": room.total}
+        ),
+        _PATIENCE,
+    )
     if "rows" in begin:
         return _choose(recipe, {**begin, "known": True}, _memory_of(begin, room.place, "as found before"))
     tried: dict[int, float | None] = {}
@@ -160,8 +162,13 @@ def _try(recipe: Recipe, launch: Launch, notes: rendezvous_store.RendezvousStore
             process = subprocess.Popen(
                 words, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
             )
+        own: int | None = None
         try:
-            own = _wait(process, notes, f"{name}/over")
+            while own is None:
+                with suppress(subprocess.TimeoutExpired):
+                    own = process.wait(_EVERY_S)
+                if own is None and notes.has(f"{name}/over"):
+                    break  # it is of no use any more, because another rank's has failed
         finally:
             process.kill()
             process.wait()
@@ -171,8 +178,7 @@ def _try(recipe: Recipe, launch: Launch, notes: rendezvous_store.RendezvousStore
         elif own is not None:
             note["output"] = " ".join(log.read_text(encoding="utf-8", errors="replace").split())[-600:]
             notes.write(f"{name}/over", rank)
-    notes.write(f"{name}/{rank}", note)
-    ended = [notes.read(f"{name}/{other}") for other in range(launch.num_processes)]
+    ended = rendezvous_store.gather_notes(note, _PATIENCE)
     if all(note["code"] == 0 for note in ended):
         return float(max(note["share"] for note in ended))
     # A host that runs out of memory kills.
@@ -185,28 +191,13 @@ def _try(recipe: Recipe, launch: Launch, notes: rendezvous_store.RendezvousStore
     )
 
 
-def _wait(process: subprocess.Popen[bytes], notes: rendezvous_store.RendezvousStore, over: str) -> int | None:
-    """Returns its exit code; None if it is of no use any more, because another rank's has failed."""
-    while True:
-        try:
-            return process.wait(_EVERY_S)
-        except subprocess.TimeoutExpired:
-            if notes.has(over):
-                return None
-
-
 def _trial_of(recipe: Recipe, size: int, world: int, folder: Path) -> Recipe:
     """The recipe, cut down to what decides memory: two steps of at most two micro-batches."""
     micro_batches = min(2, recipe.batch.global_size // (size * world))
     tree = recipe.model_dump(mode="json")
     tree["batch"] |= {"micro_size": size, "global_size": size * world * micro_batches}
-    tree["length"] = {"steps": 2}
-    tree["sample"] = None
-    tree["eval"] |= {"every_steps": None, "at_end": False, "metrics": [], "prompts": [], "patience": None}
-    tree["log"]["trackers"] = []
-    tree["checkpoint"] |= {"every_steps": None, "every_minutes": None, "at_end": False, "keep_best_by": None}
-    tree["resume"]["mode"] = "never"
-    tree["output"] |= {"dir": str(folder), "overwrite": True}
+    tree |= {"length": {"steps": 2}, "sample": None, "eval": {}, "log": {}, "checkpoint": {}}
+    tree |= {"resume": {"mode": "never"}, "output": {"dir": str(folder), "overwrite": True}}
     return validate_recipe(tree)
 
 

@@ -22,22 +22,20 @@ from finetune.utils.errors import FinetuneError, MemoryFullError
 from finetune.utils.library_imports import silence_libraries
 
 
-def longest(rows: Any) -> Any:
-    """Training rows in whose place the longest are read."""
-    order = rows.longest()
-    return SimpleNamespace(
-        batch=lambda numbers: rows.batch(order[: len(numbers)]),
-        num_targets=lambda numbers: rows.num_targets(order[: len(numbers)]),
-    )
-
-
 def main(file: str, report: str) -> int:
     """Takes the steps, and writes the share of the memory that was held, over all ranks."""
     recipe = load_recipe(file, ())
     room = device_selection.available_memory()
     run = build_run(recipe, quiet=True)
     if isinstance(run.feed, TokenFileFeed) and hasattr(run.feed.rows, "longest"):
-        run.feed = replace(run.feed, rows=longest(run.feed.rows))
+        # Rows of different lengths: the longest are read in place of any.
+        rows: Any = run.feed.rows
+        order = rows.longest()
+        longest: Any = SimpleNamespace(
+            batch=lambda numbers: rows.batch(order[: len(numbers)]),
+            num_targets=lambda numbers: rows.num_targets(order[: len(numbers)]),
+        )
+        run.feed = replace(run.feed, rows=longest)
     for step in range(run.length.num_steps):
         train_step(run, step)
     share = torch.tensor([device_selection.peak_memory() / room.total], dtype=torch.float64, device=run.backend.device)

@@ -14,8 +14,7 @@ from finetune.distributed.backend import Backend
 from finetune.distributed.strategies import sequence
 from finetune.models import chunked_loss, lora_adapters
 from finetune.models.forward_wrapper import unwrap, without_training
-from finetune.tasks import causal_checks, classification
-from finetune.tasks.causal_lm import CAUSAL_LM, causal_lm_logits
+from finetune.tasks import causal_lm, classification
 from finetune.tasks.task import Batch, Task, TaskData
 from finetune.utils.compat.transformers_private import attention_implementation
 from finetune.utils.errors import BackendError, DataError, FinetuneError
@@ -100,8 +99,8 @@ def check_order(backend: Backend, model: nn.Module, network: PreTrainedModel) ->
     Raises:
         BackendError: If they do.
     """
-    seen = causal_checks.sees_ahead(network, _scores(backend, model), backend.device)
-    if backend.all_reduce_max(seen).item() > causal_checks.seen_tolerance(backend.precision):
+    seen = causal_lm.sees_ahead(network, _scores(backend, model), backend.device)
+    if backend.all_reduce_max(seen).item() > causal_lm.seen_tolerance(backend.precision):
         turned = getattr(network.config.get_text_config(), "is_decoder", None) is False
         hint = "Set `is_decoder: true` in model.config" if turned else "Take a causal language model"
         raise BackendError(
@@ -117,17 +116,17 @@ def check_isolation(backend: Backend, model: nn.Module, recipe: Recipe) -> None:
         BackendError: If it is not.
     """
     scores, who = _scores(backend, model), _name(model)
-    found = causal_checks.sees_documents(_inner(model), scores, backend.device, recipe.data.sequence_length)
+    found = causal_lm.sees_documents(_inner(model), scores, backend.device, recipe.data.sequence_length)
     other = "" if recipe.model.attention == "auto" else _OTHER_ATTENTION
     leak = backend.all_reduce_max(next(found)).item()
-    if leak > causal_checks.seen_tolerance(backend.precision):
+    if leak > causal_lm.seen_tolerance(backend.precision):
         raise BackendError(
             f"Documents packed into one row see each other in {who}: a change in one moves the other's scores by "
             f"{leak:.2g} of the largest. Set data.packing to `padded` (one document a row) or `wrapped` (no isolation "
             f"wanted){other}."
         )
     off = max((backend.all_reduce_max(apart).item() for apart in found), default=0.0)
-    if off > causal_checks.alone_tolerance(backend.precision):
+    if off > causal_lm.alone_tolerance(backend.precision):
         raise BackendError(
             f"A document packed into a row behind another is not computed as it is alone in {who}: its scores are off "
             f"by {off:.2g} of the largest, as where positions do not restart, or count from another number than 0. Set "
@@ -135,7 +134,7 @@ def check_isolation(backend: Backend, model: nn.Module, recipe: Recipe) -> None:
         )
 
 
-def _scores(backend: Backend, model: nn.Module) -> causal_checks.Scores:
+def _scores(backend: Backend, model: nn.Module) -> causal_lm.Scores:
     """Scores of the prepared model, which must be finite."""
 
     def scores(batch: Batch, forward: Callable[[nn.Module, Batch], torch.Tensor]) -> torch.Tensor:
@@ -165,10 +164,10 @@ def check_loss(backend: Backend, model: nn.Module, recipe: Recipe) -> str:
     inner = _inner(model)
     if inner is None or chunked_loss.loss_head(inner) is None:
         return "plain"
-    ids = causal_checks.ordinary_tokens(inner, min(64, recipe.data.sequence_length), backend.device)
+    ids = causal_lm.ordinary_tokens(inner, min(64, recipe.data.sequence_length), backend.device)
     batch = {"input_ids": ids, "targets": ids.roll(-1)}
     with sequence.whole_rows(model):
-        functions = (CAUSAL_LM.loss_sum, _plain_loss, _changes_behind_head)
+        functions = (causal_lm.CAUSAL_LM.loss_sum, _plain_loss, _changes_behind_head)
         fused, plain, changed = (_evaluate(backend, model, function, batch) for function in functions)
     # All ranks must decide alike, though the last bits of their sums may not be the same.
     apart = backend.all_reduce_max(((fused - plain).abs() / plain.abs().clamp(min=1e-6)).reshape(1)).item()
@@ -196,16 +195,16 @@ def check_split(backend: Backend, model: nn.Module, data: DataSection) -> None:
     """
     parts = backend.mesh.size("sp")
     length = min(data.sequence_length, 16 * parts)
-    ids = causal_checks.ordinary_tokens(_inner(model), length, backend.device)
+    ids = causal_lm.ordinary_tokens(_inner(model), length, backend.device)
     batch = {"input_ids": ids, "targets": ids.roll(-1)}
     if data.packing == "documents":
         begins = sorted({0, length // 3, 2 * length // 3})
         lengths = torch.tensor([*begins, length], device=backend.device)
         positions = torch.cat([torch.arange(int(count), device=backend.device) for count in lengths.diff()])
         batch |= {"position_ids": positions[None], "cu_seqlens": lengths.int()}
-    part = _evaluate(backend, model, CAUSAL_LM.loss_sum, batch)
+    part = _evaluate(backend, model, causal_lm.CAUSAL_LM.loss_sum, batch)
     with sequence.whole_rows(model):
-        whole = _evaluate(backend, model, CAUSAL_LM.loss_sum, batch).item()
+        whole = _evaluate(backend, model, causal_lm.CAUSAL_LM.loss_sum, batch).item()
     apart, most = _apart(backend, part, whole)
     if not apart <= most:
         raise BackendError(
@@ -249,7 +248,7 @@ def _apart(backend: Backend, part: torch.Tensor, whole: float) -> tuple[float, f
 
 
 def _plain_loss(network: nn.Module, batch: Batch) -> torch.Tensor:
-    return chunked_loss.plain_loss(causal_lm_logits(network, batch), batch["targets"])
+    return chunked_loss.plain_loss(causal_lm.causal_lm_logits(network, batch), batch["targets"])
 
 
 def _changes_behind_head(network: nn.Module, batch: Batch) -> torch.Tensor:
@@ -261,7 +260,7 @@ def _changes_behind_head(network: nn.Module, batch: Batch) -> torch.Tensor:
     assert head is not None
     head.plants = True
     try:
-        found = causal_lm_logits(network, batch)
+        found = causal_lm.causal_lm_logits(network, batch)
     finally:
         head.plants = False
     planted, head.planted = head.planted, None

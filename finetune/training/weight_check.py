@@ -132,24 +132,25 @@ def compare_weights(
     held: list[Held], places: torch.Tensor, before: torch.Tensor, now: torch.Tensor, step: int, taken: int
 ) -> Movement:
     """Compares weights by their digests from before and now: (ranks, tensors) each."""
-    moved = (before != now).any(0).tolist()
+    trained: dict[str, bool] = {}
+    frozen: dict[str, bool] = {}
     parted = []
-    for column, one in enumerate(held):
-        seen: dict[int, int] = {}
-        pairs = zip(places[:, column].tolist(), now[:, column].tolist(), strict=True)
-        if any(seen.setdefault(place, number) != number for place, number in pairs):
-            parted.append(one.name)
     # A tensor may be held twice, as a master and as the copy that is computed with: both have to move.
-    unmoved = {one.name for one, has in zip(held, moved, strict=True) if one.trained and not has}
-    changed = {one.name for one, has in zip(held, moved, strict=True) if not one.trained and has}
-    trained, frozen = (dict.fromkeys(one.name for one in held if one.trained is kind) for kind in (True, False))
+    for column, (one, moved) in enumerate(zip(held, (before != now).any(0).tolist(), strict=True)):
+        if one.trained:
+            trained[one.name] = moved and trained.get(one.name, True)
+        else:
+            frozen[one.name] = moved or frozen.get(one.name, False)
+        copies = set(zip(places[:, column].tolist(), now[:, column].tolist(), strict=True))
+        if len(copies) > len({place for place, _ in copies}):
+            parted.append(one.name)
     return Movement(
         step=step,
         taken=taken,
         trained=tuple(trained),
-        unmoved=tuple(name for name in trained if name in unmoved),
+        unmoved=tuple(name for name, moved in trained.items() if not moved),
         frozen=tuple(frozen),
-        changed=tuple(name for name in frozen if name in changed),
+        changed=tuple(name for name, moved in frozen.items() if moved),
         parted=tuple(dict.fromkeys(parted)),
         ranks=len(before),
     )
