@@ -68,8 +68,8 @@ def _keeps_apart(opened: LoadedModel, longest: int) -> bool:
     """Returns True if documents packed into one row are computed as if each were alone."""
     inner = lora_adapters.transformer(opened.network)
     found = causal_lm.sees_documents(inner, opened.scores, opened.device, longest)
-    tolerances = (causal_lm.seen_tolerance, causal_lm.alone_tolerance)
-    return all(far.item() <= most(opened.precision) for far, most in zip(found, tolerances, strict=False))
+    limits = causal_lm.tolerances(opened.precision)
+    return all(far.item() <= most for far, most in zip(found, limits, strict=False))
 
 
 @contextmanager

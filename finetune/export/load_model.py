@@ -166,7 +166,7 @@ def _ready(opened: LoadedModel) -> LoadedModel:
     inner = lora_adapters.transformer(network)
     if inner is not None:
         seen = causal_lm.sees_ahead(inner, opened.scores, opened.device).item()
-        if seen > causal_lm.seen_tolerance(opened.precision):
+        if seen > causal_lm.tolerances(opened.precision)[0]:
             raise RecipeError(
                 f"{opened.tokenizer_folder} is no causal language model as it is configured "
                 f"({inner.config.model_type}): tokens see those behind them, so that neither its texts nor its "

@@ -107,11 +107,7 @@ def check_optimizer(optim: OptimSection, *, cut: bool, flat: bool) -> None:
 
 
 def _check_cut(optim: OptimSection, *, alone: bool, flat: bool) -> None:
-    """Refuses an optimiser that would compute something else of parts of tensors than of whole ones.
-
-    Args:
-        alone: True if it treats each element alone.
-    """
+    """Refuses an optimiser that would compute something else of parts of tensors than of whole ones."""
     name, fused = optim.name, bool(optim.args.get("fused"))
     launch = "Launch on one process or with accelerate_configs/ddp.yaml, which keep tensors whole"
     if not alone:

@@ -44,11 +44,7 @@ class _PromptForm(RecordForm):
     chat: bool = False
 
     def read(self, record: Any, where: str) -> str:
-        """A record as JSON: `messages`, `tools` and `variables`, or `prompt`; and `references`.
-
-        Raises:
-            DataError: If there is no prompt, or no reference.
-        """
+        """Returns a record as JSON: `messages`, `tools` and `variables`, or `prompt`; and `references`."""
         record = without_nulls(record, where)
         given = {
             key: value

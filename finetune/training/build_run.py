@@ -53,7 +53,7 @@ from finetune.tasks.task_lookup import find_task
 from finetune.tasks.task_parts import without_validation
 from finetune.training import micro_batch_search, preflight
 from finetune.training.dry_run import check_recipe
-from finetune.training.generate_texts import sample_prompt
+from finetune.training.evaluate_run import sample_prompt
 from finetune.training.micro_batch_search import MicroBatchChoice
 from finetune.training.profiler import Profiler
 from finetune.training.run import BuiltRun, Length, TrainState, measure_length
@@ -262,7 +262,11 @@ def _build_model(plan: RunPlan, backend: Backend) -> BuiltModel:
     """Builds the network with its weights and the optimiser, hands both to the backend, and verifies what it made."""
     recipe, task, data, weights = plan.recipe, plan.inputs.task, plan.inputs.data, plan.inputs.weights
     if weights is not None:
-        _check_values(weights, backend)
+        # Each rank looks at its share of them, and all refuse alike what is not finite.
+        found = weights.first_not_finite(backend.rank, backend.world_size)
+        position = torch.tensor([-1.0 if found is None else found], dtype=torch.float64, device=backend.device)
+        if (worst := int(backend.all_reduce_max(position).item())) >= 0:
+            weights.refuse(worst)
     # Sharded as it loads only what stays as it is loaded; quantized weights are quantized whole.
     whole = task.head is None or not task.head.next_token or recipe.model.quantization is not None
     with backend.loading(pretrained=recipe.model.name is not None and not whole):
@@ -296,15 +300,6 @@ def _build_model(plan: RunPlan, backend: Backend) -> BuiltModel:
         activation_checkpointing.compile_layers(unwrap(model), set(unsplit_classes(wrapper)))
     memory = backend.memory(model, optimizers.state_bytes(recipe.optim))
     return BuiltModel(model, optimizer, runtime, kernels, memory, mixes_rows, flops, infinite)
-
-
-def _check_values(weights: Weights, backend: Backend) -> None:
-    """Refuses weights that are not finite, on every rank alike; each looks at its share of them."""
-    found = weights.first_not_finite(backend.rank, backend.world_size)
-    position = -1.0 if found is None else float(found)
-    worst = int(backend.all_reduce_max(torch.tensor([position], dtype=torch.float64, device=backend.device)).item())
-    if worst >= 0:
-        weights.refuse(worst)
 
 
 def _open_run(

@@ -1,4 +1,4 @@
-"""Evaluates and samples a model in training, where that is due.
+"""Evaluates a model in training and has it write texts, where that is due, under any backend.
 
 An evaluation is exact: every row once, weighted by targets, whatever the batch size and the number of ranks.
 """
@@ -6,26 +6,28 @@ An evaluation is exact: every row once, weighted by targets, whatever the batch 
 import json
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from finetune.config.recipe_schema import ChatSection, Recipe, SampleSection
 from finetune.data.class_labels import some
 from finetune.data.rows.feed import Rows, evaluation_batches
 from finetune.distributed.backend import Backend
 from finetune.models.forward_wrapper import without_training
-from finetune.monitoring.metrics import Reporter
+from finetune.models.prompts import text_tokens, turn_tokens
 from finetune.tasks import metrics
+from finetune.tasks.causal_lm import next_token_logits
 from finetune.tasks.task import Batch, Task
-from finetune.training.generate_texts import decode_text, generate, sample_text
 from finetune.training.run import BuiltRun
 from finetune.utils.atomic_files import write_text
 from finetune.utils.errors import FinetuneError, RecipeError
-from finetune.utils.to_device import batch_to_device
+from finetune.utils.to_device import batch_to_device, tensor_to_device
 
 PREDICTIONS = "predictions.jsonl"
 
@@ -96,7 +98,14 @@ def _evaluate(run: BuiltRun) -> bool:
     run.reporter.say(f"step {step}: validation {shown}{over}")
     if by_class:
         run.results["classes"] = by_class
-        _say_classes(run.reporter, step, by_class)
+        # A share of all rows hides classes that have few.
+        held = {name: c for name, c in by_class.items() if c["rows"]}
+        recalls = [
+            f"{name} {c['recall']:.1%} of {c['rows']:,} (predicted {c['predicted']:,})" for name, c in held.items()
+        ]
+        run.reporter.say(f"  recognised: {some(recalls)}")
+        if never := [f"{name} ({c['rows']:,} rows)" for name, c in held.items() if not c["predicted"]]:
+            run.reporter.warn(f"step {step}: no row is taken for the class {some(never)}.")
     return True
 
 
@@ -164,22 +173,8 @@ def evaluate(
     return result
 
 
-def _say_classes(reporter: Reporter, step: int, found: dict[str, dict[str, Any]]) -> None:
-    """Says what became of each class: a share of all rows hides those that have few."""
-    held = {name: class_ for name, class_ in found.items() if class_["rows"]}
-    shown = [f"{name} {c['recall']:.1%} of {c['rows']:,} (predicted {c['predicted']:,})" for name, c in held.items()]
-    reporter.say(f"  recognised: {some(shown)}")
-    never = [f"{name} ({class_['rows']:,} rows)" for name, class_ in held.items() if not class_["predicted"]]
-    if never:
-        reporter.warn(f"step {step}: no row is taken for the class {some(never)}.")
-
-
 def _score_texts(run: BuiltRun) -> dict[str, float] | None:
-    """Returns the metrics of texts that are generated for the recipe's prompts; None if a rank was asked to stop.
-
-    Raises:
-        RecipeError: On every rank, if one's own function fails.
-    """
+    """Returns the metrics of texts that are generated for the recipe's prompts; None if a rank was asked to stop."""
     recipe, tokenizer = run.recipe, run.data.tokenizer
     assert tokenizer is not None
     # Compiled, layers would be compiled anew for lengths that no step has.
@@ -195,20 +190,18 @@ def _score_texts(run: BuiltRun) -> dict[str, float] | None:
         )
     if found is None:
         return None
-    texts = [decode_text(tokenizer, prompt.ids, ids) for prompt, ids in zip(run.prompts, found, strict=True)]
+    decode = partial(tokenizer.decode, skip_special_tokens=True)
+    # Decoded behind its prompt: alone, the first word of some tokenizers loses its space.
+    texts = [
+        decode([*prompt.ids, *ids])[len(decode(prompt.ids)) :].strip()
+        for prompt, ids in zip(run.prompts, found, strict=True)
+    ]
     references = [prompt.references for prompt in run.prompts]
     return _score(run, texts, references, ({"prompt": prompt.text} for prompt in run.prompts))
 
 
 def _score_classes(run: BuiltRun, rows: Rows, classes: torch.Tensor) -> dict[str, float]:
-    """Returns the metrics of predicted classes.
-
-    Args:
-        classes: (2, rows): predicted and true class of each.
-
-    Raises:
-        RecipeError: On every rank, if one's own function fails.
-    """
+    """Returns the metrics of predicted classes; `classes` holds the predicted and the true class of each row."""
     names, tokenizer = run.data.label_names, run.data.tokenizer
     predicted, true = ([names[n] if n < len(names) else str(n) for n in side] for side in classes.tolist())
 
@@ -226,10 +219,9 @@ def _score_classes(run: BuiltRun, rows: Rows, classes: torch.Tensor) -> dict[str
 def _score(
     run: BuiltRun, predictions: Sequence[str], references: Sequence[Any], described: Iterable[Mapping[str, Any]]
 ) -> dict[str, float]:
-    """Computes metrics once, on rank 0, of the whole set in its order; all ranks hear the outcome.
+    """Computes metrics on rank 0, of the whole set in its order; every rank gets the values, or raises the error.
 
-    Args:
-        described: Of each prediction, what it was made of, for `predictions.jsonl`.
+    Predictions, with what describes the input of each, are written into `predictions.jsonl`.
     """
     told: dict[str, Any] = {}
     if run.backend.is_main:
@@ -251,3 +243,104 @@ def _score(
         raise RecipeError(told["problem"])
     values: dict[str, float] = told["values"]
     return values
+
+
+def generate(
+    backend: Backend,
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    *,
+    longest: int,
+    max_new_tokens: int,
+    ends: Collection[int],
+    stopping: Callable[[], bool] = lambda: False,
+    pick: Callable[[torch.Tensor], int] = lambda logits: int(logits.argmax()),
+    slides: bool = False,
+) -> list[list[int]] | None:
+    """Returns the tokens picked behind each prompt, one after the other, without the token that ends a text.
+
+    Every rank must call it; each runs the same number of forward passes, since sharded backends gather weights in them.
+    A pass has one prompt: so no text depends on what is computed beside it, nor on the number of ranks.
+
+    Args:
+        longest: Most tokens of a prompt and its text together, of which the network sees as many.
+        ends: Tokens that end a text.
+        stopping: Returns True if this rank was asked to stop.
+        pick: Chooses a token by the logits behind a row, (V,); the likeliest by default.
+        slides: Goes on behind `longest` tokens, of which the first fall out of view.
+
+    Returns:
+        Tokens by prompt, the same on every rank; None if a rank was asked to stop.
+    """
+    # One more than each token, and 0 where there is none.
+    written = torch.zeros(len(prompts), max_new_tokens, dtype=torch.int64)
+    first = backend.mesh.average_rank
+    with without_training(model):
+        for number in range(first, len(prompts) + first, backend.mesh.average_size):
+            row = list(prompts[number]) if number < len(prompts) else []
+            kept: dict[str, Any] = {}
+            while True:
+                told = torch.tensor([float(bool(row)), float(stopping())], device=backend.device)
+                unfinished, stop = backend.all_reduce_sum(told).tolist()
+                if stop:
+                    return None
+                if not unfinished:
+                    break
+                # Who has finished goes along with the others.
+                ids = tensor_to_device(torch.tensor([row[-longest:] or prompts[0][:1]]), backend.device)
+                score = partial(next_token_logits, kept=kept if 0 < len(row) <= longest else {})
+                (logits,) = backend.evaluate_batches(model, score, [{"input_ids": ids}])
+                if not row:
+                    continue
+                token, place = pick(logits[0]), len(row) - len(prompts[number])
+                row.append(token)
+                if token not in ends and backend.mesh.counts_loss:
+                    written[number, place] = token + 1
+                if token in ends or place + 1 == max_new_tokens or (len(row) == longest and not slides):
+                    row = []
+    gathered: list[list[int]] = backend.all_reduce_sum(written.to(backend.device)).tolist()
+    return [[token - 1 for token in row if token] for row in gathered]
+
+
+def sample_prompt(section: SampleSection, chat: ChatSection | None, tokenizer: Any) -> list[int]:
+    """Returns tokens of a sample's prompt: a text's beginning, or a user's turn, where the recipe learns conversations.
+
+    Raises:
+        DataError: If there is nothing to begin with, or the chat template refuses the turn.
+    """
+    if chat is None:
+        return text_tokens(tokenizer, section.prompt)
+    return turn_tokens(tokenizer, section.prompt, chat.template_args)
+
+
+def sample_text(backend: Backend, model: nn.Module, recipe: Recipe, tokenizer: Any, taught: Sequence[int]) -> str:
+    """Writes one text after the prompt of the recipe's `sample` section; every rank must call it.
+
+    Args:
+        taught: The tokens that learned answers end in.
+    """
+    section = recipe.sample
+    assert section is not None
+    ids = sample_prompt(section, recipe.chat, tokenizer)
+    generator = torch.Generator().manual_seed(recipe.seed)
+
+    def pick(logits: torch.Tensor) -> int:
+        if section.temperature == 0:
+            return int(logits.argmax())
+        logits = logits.cpu() / section.temperature
+        if section.top_k is not None and section.top_k < logits.numel():
+            logits[logits < logits.topk(section.top_k).values[-1]] = -torch.inf
+        return int(torch.multinomial(logits.softmax(-1), 1, generator=generator))
+
+    found = generate(
+        backend,
+        model,
+        [ids],
+        longest=recipe.data.sequence_length,
+        max_new_tokens=section.max_new_tokens,
+        ends={tokenizer.eos_token_id, *taught},
+        pick=pick,
+        slides=True,
+    )
+    assert found is not None
+    return str(tokenizer.decode([*ids, *found[0]], skip_special_tokens=True)).strip()

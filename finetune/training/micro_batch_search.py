@@ -144,11 +144,7 @@ def next_size(sizes: Sequence[int], first: int, tried: Mapping[int, float | None
 def _try(recipe: Recipe, launch: Launch, notes: rendezvous_store.RendezvousStore, rank: int) -> float | None:
     """Trains two steps in a process of its own beside each rank.
 
-    Returns:
-        The largest share of a rank's memory that was held; None if it was not enough somewhere.
-
-    Raises:
-        BackendError: If the trial failed otherwise.
+    Returns the largest share of a rank's memory that was held; None if memory was not enough on some rank.
     """
     name = f"trial-{notes.number}-{recipe.batch.rows}"
     with temporary_folder() as folder:

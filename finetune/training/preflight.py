@@ -2,6 +2,7 @@
 
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +20,6 @@ from finetune.tasks.task import Batch, Task, TaskData
 from finetune.utils.compat.transformers_private import attention_implementation
 from finetune.utils.errors import BackendError, DataError, FinetuneError
 from finetune.utils.to_device import batch_to_device
-
-_OTHER_ATTENTION = ", or model.attention to `auto`, which takes what keeps them apart where the architecture can"
 
 
 def loss_of_row(
@@ -99,8 +98,8 @@ def check_order(backend: Backend, model: nn.Module, network: PreTrainedModel) ->
     Raises:
         BackendError: If they do.
     """
-    seen = causal_lm.sees_ahead(network, _scores(backend, model), backend.device)
-    if backend.all_reduce_max(seen).item() > causal_lm.seen_tolerance(backend.precision):
+    seen = causal_lm.sees_ahead(network, partial(_scores, backend, model), backend.device)
+    if backend.all_reduce_max(seen).item() > causal_lm.tolerances(backend.precision)[0]:
         turned = getattr(network.config.get_text_config(), "is_decoder", None) is False
         hint = "Set `is_decoder: true` in model.config" if turned else "Take a causal language model"
         raise BackendError(
@@ -115,39 +114,38 @@ def check_isolation(backend: Backend, model: nn.Module, recipe: Recipe) -> None:
     Raises:
         BackendError: If it is not.
     """
-    scores, who = _scores(backend, model), _name(model)
+    scores, who = partial(_scores, backend, model), _name(model)
     found = causal_lm.sees_documents(_inner(model), scores, backend.device, recipe.data.sequence_length)
-    other = "" if recipe.model.attention == "auto" else _OTHER_ATTENTION
+    change = "Set data.packing to `padded` (one document a row) or `wrapped` (no isolation wanted)"
+    if recipe.model.attention != "auto":
+        change += ", or model.attention to `auto`, which takes what keeps them apart where the architecture can"
     leak = backend.all_reduce_max(next(found)).item()
-    if leak > causal_lm.seen_tolerance(backend.precision):
+    if leak > causal_lm.tolerances(backend.precision)[0]:
         raise BackendError(
             f"Documents packed into one row see each other in {who}: a change in one moves the other's scores by "
-            f"{leak:.2g} of the largest. Set data.packing to `padded` (one document a row) or `wrapped` (no isolation "
-            f"wanted){other}."
+            f"{leak:.2g} of the largest. {change}."
         )
     off = max((backend.all_reduce_max(apart).item() for apart in found), default=0.0)
-    if off > causal_lm.alone_tolerance(backend.precision):
+    if off > causal_lm.tolerances(backend.precision)[1]:
         raise BackendError(
             f"A document packed into a row behind another is not computed as it is alone in {who}: its scores are off "
-            f"by {off:.2g} of the largest, as where positions do not restart, or count from another number than 0. Set "
-            f"data.packing to `padded` or `wrapped`{other}."
+            f"by {off:.2g} of the largest, as where positions do not restart, or count from another number than 0. "
+            f"{change}."
         )
 
 
-def _scores(backend: Backend, model: nn.Module) -> causal_lm.Scores:
-    """Scores of the prepared model, which must be finite."""
-
-    def scores(batch: Batch, forward: Callable[[nn.Module, Batch], torch.Tensor]) -> torch.Tensor:
-        found = _evaluate(backend, model, forward, batch).float()
-        spoilt = (~found.isfinite().all()).float().reshape(1)
-        if backend.all_reduce_max(spoilt).item():
-            raise BackendError(
-                "The network's scores are not finite before the first step, so that nothing can be verified. Look for "
-                "numbers in its weights that are not finite, or set precision to `fp32`."
-            )
-        return found
-
-    return scores
+def _scores(
+    backend: Backend, model: nn.Module, batch: Batch, forward: Callable[[nn.Module, Batch], torch.Tensor]
+) -> torch.Tensor:
+    """Returns scores of the prepared model in fp32, which must be finite."""
+    found = _evaluate(backend, model, forward, batch).float()
+    spoilt = (~found.isfinite().all()).float().reshape(1)
+    if backend.all_reduce_max(spoilt).item():
+        raise BackendError(
+            "The network's scores are not finite before the first step, so that nothing can be verified. Look for "
+            "numbers in its weights that are not finite, or set precision to `fp32`."
+        )
+    return found
 
 
 def check_loss(backend: Backend, model: nn.Module, recipe: Recipe) -> str:
@@ -166,8 +164,12 @@ def check_loss(backend: Backend, model: nn.Module, recipe: Recipe) -> str:
         return "plain"
     ids = causal_lm.ordinary_tokens(inner, min(64, recipe.data.sequence_length), backend.device)
     batch = {"input_ids": ids, "targets": ids.roll(-1)}
+
+    def plain_loss(network: nn.Module, batch: Batch) -> torch.Tensor:
+        return chunked_loss.plain_loss(causal_lm.causal_lm_logits(network, batch), batch["targets"])
+
     with sequence.whole_rows(model):
-        functions = (causal_lm.CAUSAL_LM.loss_sum, _plain_loss, _changes_behind_head)
+        functions = (causal_lm.CAUSAL_LM.loss_sum, plain_loss, _changes_behind_head)
         fused, plain, changed = (_evaluate(backend, model, function, batch) for function in functions)
     # All ranks must decide alike, though the last bits of their sums may not be the same.
     apart = backend.all_reduce_max(((fused - plain).abs() / plain.abs().clamp(min=1e-6)).reshape(1)).item()
@@ -236,19 +238,11 @@ def check_layers(backend: Backend, model: nn.Module, task: Task, data: TaskData,
 
 
 def _apart(backend: Backend, part: torch.Tensor, whole: float) -> tuple[float, float]:
-    """How far a row's loss that ranks compute together is from that of the whole row, and the most it may be.
-
-    Args:
-        part: The loss that this rank has computed of it.
-    """
+    """How far the sum of the ranks' parts of a row's loss is from that of the whole row, and the most it may be."""
     here = part.double().reshape(1)
     counted = here if backend.mesh.counts_loss else torch.zeros_like(here)
     found = backend.all_reduce_sum(counted).item() / backend.mesh.data_size
     return abs(found - whole) / max(abs(whole), 1e-6), 1e-5 if backend.precision == "fp32" else 5e-2
-
-
-def _plain_loss(network: nn.Module, batch: Batch) -> torch.Tensor:
-    return chunked_loss.plain_loss(causal_lm.causal_lm_logits(network, batch), batch["targets"])
 
 
 def _changes_behind_head(network: nn.Module, batch: Batch) -> torch.Tensor:

@@ -123,7 +123,16 @@ class WeightCheck:
         if first:
             self._reporter.say(f"weights: {found.line()}")
         if found.unmoved and (first or last):
-            self._reporter.warn(_unmoved(found))
+            why = (
+                "They had no gradient (experts that no token reached, parts that the loss does not use), or steps so "
+                "small that they are lost in rounding"
+            )
+            if taken == 1 and all("lora_A" in name for name in found.unmoved):
+                why = "They cannot move in the first step, in which the other factor of the adapter is zero"
+            self._reporter.warn(
+                f"{len(found.unmoved)} of {len(found.trained)} trained tensors have not moved in {_steps(taken)}: "
+                f"{brief_list(found.unmoved, 3)}. {why}."
+            )
         # Once all have moved, the end is looked at alone.
         self._due = 2 * max(self._due, taken) if found.unmoved else 1 << 62
 
@@ -183,20 +192,6 @@ def check_movement(found: Movement, *, nothing_moves: bool) -> None:
             f"None of the {len(found.trained)} trained tensors has moved in {_steps(found.taken)}: nothing is trained. "
             "Either no gradient reaches them, or optim.lr is so small that a step is lost in rounding."
         )
-
-
-def _unmoved(found: Movement) -> str:
-    lone = found.taken == 1 and all("lora_A" in name for name in found.unmoved)
-    why = (
-        "They cannot move in the first step, in which the other factor of the adapter is zero"
-        if lone
-        else "They had no gradient (experts that no token reached, parts that the loss does not use), or steps so "
-        "small that they are lost in rounding"
-    )
-    return (
-        f"{len(found.unmoved)} of {len(found.trained)} trained tensors have not moved in {_steps(found.taken)}: "
-        f"{brief_list(found.unmoved, 3)}. {why}."
-    )
 
 
 def _steps(count: int) -> str:
