@@ -257,7 +257,7 @@ class LARS(Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Takes a step. There is no closure."""
-        go, taken = _gate(self), _taken(self)
+        go, taken = _open_step(self)
         for (p, group), (weight, gradient) in zip(taken, _norms([p for p, _ in taken]), strict=True):
             w, g, decay = local(p), local(p.grad), group["weight_decay"]
             ratio = group["trust_coefficient"] * weight / (gradient + decay * weight)
@@ -291,7 +291,7 @@ class LAMB(Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Takes a step. There is no closure."""
-        go, taken = _gate(self), _taken(self)
+        go, taken = _open_step(self)
         for p, group in taken:
             w, g, (beta1, beta2) = local(p), local(p.grad), group["betas"]
             first, second = _state(self, p, "exp_avg"), _state(self, p, "exp_avg_sq")
@@ -306,13 +306,13 @@ class LAMB(Optimizer):
             local(p).sub_(local(p.grad) * (go * group["lr"] * _where_scaled(p, weight, update, weight / update)))
 
 
-def _taken(optimizer: Optimizer) -> list[tuple[Any, dict[str, Any]]]:
-    return [(p, group) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+def _open_step(optimizer: Optimizer) -> tuple[torch.Tensor, list[tuple[Any, dict[str, Any]]]]:
+    """Unscales gradients, and makes them finite where the step is not to be taken.
 
-
-def _gate(optimizer: Optimizer) -> torch.Tensor:
-    """1 on the device if the step is to be taken, 0 if not; gradients are unscaled and, where it is 0, made finite."""
-    taken = _taken(optimizer)
+    Returns:
+        1 on the device if the step is to be taken, else 0; and the parameters that have gradients, with their groups.
+    """
+    taken = [(p, group) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     found, scale = getattr(optimizer, "found_inf", None), getattr(optimizer, "grad_scale", None)
     device = local(taken[0][0]).device if taken else None
     go = torch.ones((), device=device)
@@ -325,7 +325,7 @@ def _gate(optimizer: Optimizer) -> torch.Tensor:
             gradient.div_(scale)
         if found is not None:
             gradient.copy_(torch.where(go > 0, gradient, 0.0))
-    return go
+    return go, taken
 
 
 def _norms(parameters: Sequence[Any]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

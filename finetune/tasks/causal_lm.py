@@ -127,8 +127,11 @@ def sees_documents(
     one, two = (scores({"input_ids": x, **boundaries}, causal_lm_logits)[:, length:] for x in (ids, changed))
     yield _difference(one, two)
     if network is not None:
-        # In front, where nothing before it can be seen.
-        alone = scores({"input_ids": ids.roll(length, 1)}, _logits_of_tokens)
+        # In front, where nothing before it can be seen; by the network's own masks and positions.
+        alone = scores(
+            {"input_ids": ids.roll(length, 1)},
+            lambda inner, batch: inner(input_ids=batch["input_ids"], use_cache=False).logits,
+        )
         yield _difference(one, alone[:, :length])
 
 
@@ -152,11 +155,6 @@ def _special_tokens(config: dict[Any, Any]) -> Iterator[int]:
             yield from _special_tokens(value)
         elif isinstance(key, str) and key.endswith(("_id", "_ids", "_index")):
             yield from (x for x in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(x, int))
-
-
-def _logits_of_tokens(network: nn.Module, batch: Batch) -> torch.Tensor:
-    """Returns scores of tokens alone, by the network's own masks and positions."""
-    return network(input_ids=batch["input_ids"], use_cache=False).logits  # type: ignore[no-any-return]
 
 
 def _difference(one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:

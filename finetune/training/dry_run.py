@@ -59,7 +59,6 @@ def describe(recipe: Recipe, foreseen: PredictedEnvironment | None = None) -> st
     strategy_of(launch).check_network(launch, config.ds_config, width_of(network), sizes)
     kind = type(lora_adapters.transformer(network) or network).__name__
     build_optimizer(ForwardWrapper(network), recipe)
-    counted = sum(p.numel() for p in network.parameters())
     trained = sum(p.numel() for p in network.parameters() if p.requires_grad)
     length = {key: value for key, value in recipe.length.model_dump().items() if value is not None}
     batch, data, world = recipe.batch, recipe.data, launch.data_ranks
@@ -70,7 +69,7 @@ def describe(recipe: Recipe, foreseen: PredictedEnvironment | None = None) -> st
         split = f"{batch.global_size} rows = {world} x auto, which is tried when the run starts"
     lines = {
         "task": recipe.task.name,
-        "network": f"{kind}, {counted:,} parameters, {trained:,} trained, in {config.precision}",
+        "network": f"{kind}, {sum(sizes):,} parameters, {trained:,} trained, in {config.precision}",
         "weights": recipe.model.name or f"random, seed {recipe.seed}",
         "adapters": lora_adapters.describe_adapters(network),
         "backend": f"{launch.kind} on {launch.num_processes} process(es)"

@@ -26,22 +26,14 @@ _PEAK_STEPS = 2
 
 
 def log_step(run: BuiltRun, lr: float, output: StepOutput) -> dict[str, Any] | None:
-    """Shows that a step is done, and on log steps writes and returns its metrics; every rank must call it."""
-    step = run.state.step
-    due = step % run.recipe.log.every_steps == 0 or step in (1, run.length.num_steps)
-    values = step_metrics(run, lr, output) if due else None
-    if values is not None:
-        run.reporter.log(values)
-        run.results["train_loss"] = values["loss"] if math.isfinite(values["loss"]) else None
-        run.results.setdefault("first_loss", values["loss"])
-        run.state.recent_losses.append((step, values["loss"]))
-    run.reporter.step(step, values)
-    return values
+    """Shows that a step is done, and on log steps writes and returns its metrics; every rank must call it.
 
-
-def step_metrics(run: BuiltRun, lr: float, output: StepOutput) -> dict[str, Any]:
-    """Reads a step's figures from the device; rates and times are of the steps since the last log."""
+    The figures are read from the device; rates and times are of the steps since the last log.
+    """
     backend, state, before = run.backend, run.state, run.state.last_log
+    if state.step % run.recipe.log.every_steps and state.step not in (1, run.length.num_steps):
+        run.reporter.step(state.step, None)
+        return None
     run.timer.mark("other")
     split = run.timer.totals()
     split.pop("aside", None)  # evaluation and samples are no part of a step
@@ -57,7 +49,7 @@ def step_metrics(run: BuiltRun, lr: float, output: StepOutput) -> dict[str, Any]
     def per_step(*phases: str) -> float | None:
         return sum(split.get(phase, 0.0) for phase in phases) / steps if steps else None
 
-    return {
+    values = {
         "step": state.step,
         "epoch": run.feed.epoch(state.step),
         "loss": loss_sum / max(1.0, output.sync.read()[0]),
@@ -75,6 +67,12 @@ def step_metrics(run: BuiltRun, lr: float, output: StepOutput) -> dict[str, Any]
         "skipped_steps": run.nonfinite.counts["nonfinite"],
         "overflows": run.nonfinite.counts["overflow"],
     }
+    run.reporter.log(values)
+    run.results["train_loss"] = values["loss"] if math.isfinite(values["loss"]) else None
+    run.results.setdefault("first_loss", values["loss"])
+    state.recent_losses.append((state.step, values["loss"]))
+    run.reporter.step(state.step, values)
+    return values
 
 
 def look_at_profile(run: BuiltRun) -> None:
@@ -112,14 +110,11 @@ def check_nonfinite(run: BuiltRun, output: StepOutput | None) -> None:
 class PeakMemoryMonitor:
     """Measures the peak memory of the first steps.
 
-    Resident memory is all that a CPU has, so what was held before them is taken off.
+    Resident memory is all that a CPU has, so what was held before them is taken off, but for the weights (`held`, in
+    bytes).
     """
 
     def __init__(self, backend: Backend, held: int) -> None:
-        """
-        Args:
-            held: Bytes of the weights that this rank holds by now.
-        """
         self._backend, self._left, self._peak = backend, _PEAK_STEPS, 0
         self._on_gpu = backend.device.type == "cuda"
         if self._on_gpu:
