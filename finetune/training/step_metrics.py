@@ -39,6 +39,7 @@ def log_step(run: BuiltRun, lr: float, output: StepOutput) -> dict[str, Any] | N
     split.pop("aside", None)  # evaluation and samples are no part of a step
     here = output.losses.double().sum().reshape(1)
     loss_sum = backend.all_reduce_sum(here if backend.mesh.counts_loss else torch.zeros_like(here)).item()
+    loss = loss_sum / max(1.0, output.sync.read()[0])
     state.log_here()
     steps, seconds = state.step - before.step, max(sum(split.values()), 1e-9)
     # None of the steps since the last line tells a rate if all of them were compiled meanwhile.
@@ -52,7 +53,7 @@ def log_step(run: BuiltRun, lr: float, output: StepOutput) -> dict[str, Any] | N
     values = {
         "step": state.step,
         "epoch": run.feed.epoch(state.step),
-        "loss": loss_sum / max(1.0, output.sync.read()[0]),
+        "loss": loss,
         "lr": lr,
         "grad_norm": output.norm.read()[0],
         "tokens": int(state.last_log.tokens),
@@ -68,9 +69,9 @@ def log_step(run: BuiltRun, lr: float, output: StepOutput) -> dict[str, Any] | N
         "overflows": run.nonfinite.counts["overflow"],
     }
     run.reporter.log(values)
-    run.results["train_loss"] = values["loss"] if math.isfinite(values["loss"]) else None
-    run.results.setdefault("first_loss", values["loss"])
-    state.recent_losses.append((state.step, values["loss"]))
+    run.results["train_loss"] = loss if math.isfinite(loss) else None
+    run.results.setdefault("first_loss", loss)
+    state.recent_losses.append((state.step, loss))
     run.reporter.step(state.step, values)
     return values
 
