@@ -53,10 +53,9 @@ def build_metrics(recipe: Recipe, task: Task, data: TaskData, prompts: Sequence[
     # Their library takes seconds to load, and they do not fail.
     rouge = [name for name in metrics if name in _ROUGE]
     tried = {name: metric for name, metric in metrics.items() if name not in rouge}
-    known = []
-    if data.validation is not None:
-        known = ["loss", *(["perplexity"] if task.text else []), *(["accuracy"] if task.loss_and_correct else [])]
-        known += ["recall_macro"] if task.labelled and task.loss_and_correct else []
+    hits = task.loss_and_correct is not None
+    figures = {"loss": True, "perplexity": task.text, "accuracy": hits, "recall_macro": hits and task.labelled}
+    known = [name for name, reported in figures.items() if reported and data.validation is not None]
     if metrics and task.text:
         if not prompts:
             raise RecipeError("eval.metrics: name a source in `eval.prompts`, for which texts are generated.")

@@ -375,8 +375,7 @@ class Run:
     @property
     def results(self) -> dict[str, Any]:
         """The final figures; empty until the run ends."""
-        found: dict[str, Any] = self.history.facts.get("results", {})
-        return found
+        return dict(self.history.facts.get("results", {}))
 
     @property
     def metrics(self) -> dict[str, Series]:

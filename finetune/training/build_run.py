@@ -294,7 +294,7 @@ def _build_model(plan: RunPlan, backend: Backend) -> BuiltModel:
     runtime = backend.verify(lambda: preflight.loss_of_row(backend, model, task, data))
     if whole_loss is not None:
         preflight.check_layers(backend, model, task, data, whole_loss)
-    kernels = {**(preflight.kernels(backend, model, recipe) if task.text else {}), **products}
+    kernels = {**(preflight.verify_kernels(backend, model, recipe) if task.text else {}), **products}
     if recipe.model.compile:
         # After the forward passes that verify things, whose other shapes and hooks would be compiled as well.
         activation_checkpointing.compile_layers(unwrap(model), set(unsplit_classes(wrapper)))

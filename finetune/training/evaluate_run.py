@@ -68,7 +68,7 @@ def _evaluate(run: BuiltRun) -> bool:
         if counted or scored:
             classes = torch.zeros(2, len(rows), dtype=torch.int64, device=run.backend.device)
         micro = run.recipe.eval.micro_size or run.recipe.batch.rows
-        found = evaluate(
+        found = evaluate_rows(
             run.backend, run.model, task, rows, micro, stopping=lambda: run.shutdown.requested, classes=classes
         )
         if found is None:
@@ -109,7 +109,7 @@ def _evaluate(run: BuiltRun) -> bool:
     return True
 
 
-def evaluate(
+def evaluate_rows(
     backend: Backend,
     model: nn.Module,
     task: Task,
@@ -179,7 +179,7 @@ def _score_texts(run: BuiltRun) -> dict[str, float] | None:
     assert tokenizer is not None
     # Compiled, layers would be compiled anew for lengths that no step has.
     with torch.compiler.set_stance("force_eager") if recipe.model.compile else nullcontext():
-        found = generate(
+        found = generate_tokens(
             run.backend,
             run.model,
             [prompt.ids for prompt in run.prompts],
@@ -245,7 +245,7 @@ def _score(
     return values
 
 
-def generate(
+def generate_tokens(
     backend: Backend,
     model: nn.Module,
     prompts: Sequence[Sequence[int]],
@@ -332,7 +332,7 @@ def sample_text(backend: Backend, model: nn.Module, recipe: Recipe, tokenizer: A
             logits[logits < logits.topk(section.top_k).values[-1]] = -torch.inf
         return int(torch.multinomial(logits.softmax(-1), 1, generator=generator))
 
-    found = generate(
+    found = generate_tokens(
         backend,
         model,
         [ids],

@@ -37,11 +37,7 @@ class Step:
 
 
 def train(run: BuiltRun) -> dict[str, Any]:
-    """Takes the steps that are left.
-
-    Returns:
-        The results; see `steps`.
-    """
+    """Takes the steps that are left, and returns the results; see `steps`."""
     for _ in steps(run):
         pass
     return run.results

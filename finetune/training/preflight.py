@@ -74,7 +74,7 @@ def _name(model: nn.Module) -> str:
     return f"{kind.__name__} ({network.config.model_type})"
 
 
-def kernels(backend: Backend, model: nn.Module, recipe: Recipe) -> dict[str, str]:
+def verify_kernels(backend: Backend, model: nn.Module, recipe: Recipe) -> dict[str, str]:
     """Returns what a language model computes attention and loss with, both verified. Every rank must call it.
 
     Raises:

@@ -100,7 +100,7 @@ def by_phase(events: Iterable[Any], steps: int) -> dict[str, Any]:
     }
 
 
-def table(found: dict[str, Any]) -> str:
+def phase_table(found: dict[str, Any]) -> str:
     """Formats the same for people."""
     phases: dict[str, float] = found["phases_ms"]
     whole = sum(phases.values()) or 1.0

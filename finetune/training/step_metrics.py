@@ -81,7 +81,7 @@ def look_at_profile(run: BuiltRun) -> None:
     if run.profiler is not None:
         found = run.profiler.after(run.state.step - 1)
         if found is not None:
-            run.reporter.say(f"profile of {found['steps']} steps:\n{profiler.table(found)}")
+            run.reporter.say(f"profile of {found['steps']} steps:\n{profiler.phase_table(found)}")
     if run.recipe.model.compile and (count := torch_private.num_compiled_graphs()) > run.state.compiled_graphs:
         # The time of a step that compiled says nothing of the next.
         run.timer.totals()

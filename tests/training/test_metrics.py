@@ -273,7 +273,7 @@ def test_tokens_are_those_without_a_cache(kind: str) -> None:
         evaluate_batches=evaluate_batches,
     )
     ends = {7}
-    found = evaluate_run.generate(
+    found = evaluate_run.generate_tokens(
         backend, _Wrapped(network).eval(), prompts, longest=30, max_new_tokens=16, ends=ends, stopping=lambda: False
     )
     for prompt, text in zip(prompts, found or [], strict=True):
