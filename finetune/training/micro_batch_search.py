@@ -69,7 +69,7 @@ def resolve_micro_size(
     if recipe.batch.micro_size != "auto":
         return MicroBatchChoice(recipe, None)
     if begun is not None:
-        return _choose(recipe, {"rows": begun}, ", as this run began: its network has dropout or batch norms")
+        return _choose(recipe, {"rows": begun}, "as this run began: its network has dropout or batch norms")
     rank, world = int(os.environ.get("RANK", "0")), launch.num_processes
     notes = rendezvous_store.RendezvousStore(rank, world, _PATIENCE)
     sizes, room = divisors(recipe.batch.global_size // launch.data_ranks), device_selection.available_memory()
@@ -82,7 +82,7 @@ def resolve_micro_size(
         _PATIENCE,
     )
     if "rows" in begin:
-        return _choose(recipe, {**begin, "known": True}, _memory_of(begin, room.place, "as found before"))
+        return _choose(recipe, {**begin, "known": True}, "as found before")
     tried: dict[int, float | None] = {}
     trials = Path(recipe.output.dir) / ".trials"
     try:
@@ -108,8 +108,7 @@ def resolve_micro_size(
             write_json(kept, found)
         except OSError as error:
             warn(f"batch.micro_size: what was found is not kept for the next run: {kept}: {error.strerror}.")
-    how = f"{len(tried)} trial" + ("s" if len(tried) > 1 else "")
-    return _choose(recipe, {**found, "known": False}, _memory_of(found, room.place, how))
+    return _choose(recipe, {**found, "known": False}, f"{len(tried)} trial" + ("s" if len(tried) > 1 else ""))
 
 
 def next_size(sizes: Sequence[int], first: int, tried: Mapping[int, float | None]) -> int | None:
@@ -198,14 +197,12 @@ def _trial_of(recipe: Recipe, size: int, world: int, folder: Path) -> Recipe:
 
 
 def _choose(recipe: Recipe, found: dict[str, Any], why: str) -> MicroBatchChoice:
-    batch = recipe.batch.model_copy(update={"micro_size": found["rows"]})
-    line = f"batch.micro_size: auto is {found['rows']}{why}"
-    return MicroBatchChoice(recipe.model_copy(update={"batch": batch}), {"asked": "auto", **found}, (line,))
-
-
-def _memory_of(found: dict[str, Any], place: str, how: str) -> str:
-    share = found["tried"][str(found["rows"])]
-    return f", with {share:.0%} of {found['room'] / 2**30:,.2f} GiB of {place} ({how})"
+    rows = found["rows"]
+    if "tried" in found:
+        share, place = found["tried"][str(rows)], device_selection.available_memory().place
+        why = f"with {share:.0%} of {found['room'] / 2**30:,.2f} GiB of {place} ({why})"
+    settled = recipe.model_copy(update={"batch": recipe.batch.model_copy(update={"micro_size": rows})})
+    return MicroBatchChoice(settled, {"asked": "auto", **found}, (f"batch.micro_size: auto is {rows}, {why}",))
 
 
 def _kept(recipe: Recipe, launch: Launch, digest: str) -> Path:
