@@ -81,47 +81,43 @@ def check_optimizer(optim: OptimSection, *, cut: bool, flat: bool) -> None:
     Raises:
         RecipeError: If there is no such optimiser, or it cannot run here.
     """
-    name = optim.name
-    found = _find(name)
-    if not found.__module__.startswith("bitsandbytes"):
-        # Taken under every launch: the trial also refuses what cannot take a step at all.
-        alone = found in (getattr(torch.optim, name) for name in ELEMENTWISE)
-        # A class that says `needs_whole_tensors` is believed; of any other, a trial shows it.
-        alone = alone or (not getattr(found, "needs_whole_tensors", False) and _trials_agree(optim))
-        if cut and (flat or not getattr(found, "reads_dtensors", False)):
-            _check_cut(optim, alone=alone, flat=flat)
+    name, fused, found = optim.name, bool(optim.args.get("fused")), _find(optim.name)
+    launch = "on one process or with accelerate_configs/ddp.yaml"
+    if found.__module__.startswith("bitsandbytes"):
+        if cut:
+            raise RecipeError(
+                f"optim.name: {name} of bitsandbytes keeps its state in blocks of whole tensors, which this launch "
+                "cuts among processes: on another number of them the blocks would be others. Take AdamW, or launch "
+                f"{launch}."
+            )
+        if name.startswith("Paged") and not torch.cuda.is_available():
+            same = name.removeprefix("Paged").removesuffix("32bit")
+            offered = {**_classes(torch.optim), **_of_bitsandbytes()}
+            other = f"{same}, which is the same without pages" if same in offered else "AdamW8bit"
+            raise RecipeError(
+                f"optim.name: {name} pages its state out of a GPU's memory, and this machine has no GPU. Take {other}."
+            )
         return
-    if cut:
-        raise RecipeError(
-            f"optim.name: {name} of bitsandbytes keeps its state in blocks of whole tensors, which this launch cuts "
-            "among processes: on another number of them the blocks would be others. Take AdamW, or launch on one "
-            "process or with accelerate_configs/ddp.yaml."
-        )
-    if name.startswith("Paged") and not torch.cuda.is_available():
-        same = name.removeprefix("Paged").removesuffix("32bit")
-        offered = {**_classes(torch.optim), **_of_bitsandbytes()}
-        other = f"{same}, which is the same without pages" if same in offered else "AdamW8bit"
-        raise RecipeError(
-            f"optim.name: {name} pages its state out of a GPU's memory, and this machine has no GPU. Take {other}."
-        )
-
-
-def _check_cut(optim: OptimSection, *, alone: bool, flat: bool) -> None:
-    """Refuses an optimiser that would compute something else of parts of tensors than of whole ones."""
-    name, fused = optim.name, bool(optim.args.get("fused"))
-    launch = "Launch on one process or with accelerate_configs/ddp.yaml, which keep tensors whole"
+    # A class that says `needs_whole_tensors` is believed; of any other, a trial shows what it does. The trial is
+    # made under every launch, since it also refuses what cannot take a step at all.
+    alone = found in (getattr(torch.optim, known) for known in ELEMENTWISE) or (
+        not getattr(found, "needs_whole_tensors", False) and _trials_agree(optim)
+    )
+    if not cut or (not flat and getattr(found, "reads_dtensors", False)):
+        return
     if not alone:
         others = "AdamW" if flat else "AdamW (or LARS or LAMB, which add norms up over processes)"
         raise RecipeError(
             f"optim.name: the update of {name} depends on whole tensors (their norms, rows or matrices), which this "
             "launch cuts among processes: each would compute another update of its part than one process does. "
-            f"{launch}, or take an optimiser that treats each element alone, such as {others}."
+            f"Launch {launch}, which keep tensors whole, or take an optimiser that treats each element alone, such as "
+            f"{others}."
         )
     if not flat and (name == "Rprop" or (fused and name in ("SGD", "Adagrad"))):
         kernel = "args.fused: the fused kernel of" if fused else "name:"
         raise RecipeError(
-            f"optim.{kernel} {name} cannot work on tensors that are sharded, as they are under this launch. {launch}, "
-            f"or {'leave args.fused out' if fused else 'take AdamW'}."
+            f"optim.{kernel} {name} cannot work on tensors that are sharded, as they are under this launch. Launch "
+            f"{launch}, which keep tensors whole, or {'leave args.fused out' if fused else 'take AdamW'}."
         )
 
 

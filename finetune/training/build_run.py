@@ -232,12 +232,9 @@ def _settle_plan(recipe: Recipe, launch: Launch, inputs: Inputs, quiet: bool) ->
 
 
 def choose_gradient_sums(recipe: Recipe, launch: Launch, accumulation: int) -> GradientSums | None:
-    """Chooses the same on every rank, before these form a process group; every rank must call it.
+    """Chooses the same on every rank, before these form a process group; None where there is nothing to choose.
 
     What decides is the same at every start on a machine, so that a run that resumes takes the same path to the bit.
-
-    Returns:
-        None where there is nothing to choose.
     """
     if not launch.defers(accumulation):
         chosen = launch.sync_each_batch if accumulation > 1 else None
@@ -345,10 +342,19 @@ def _start_lines(plan: RunPlan, backend: Backend, built: BuiltModel, resume: Res
     total, trained = runtime.num_parameters, runtime.num_trained
     share = "all trained" if trained == total else f"{_short_count(trained)} trained ({trained / total:.1%})"
     how = (recipe.model.quantization, "LoRA" if recipe.lora is not None else None)
+    steps = "none, evaluation only"
+    if num_steps := plan.inputs.length.num_steps:
+        batch, accumulation, groups = recipe.batch, backend.accumulation, backend.mesh.data_size
+        ranks = f"{groups} process{'es' if groups != 1 else ''}"
+        if groups != backend.world_size:
+            ranks = f"{groups} group{'s' if groups != 1 else ''} of processes"
+        split = f"{ranks} x {batch.micro_size} rows x {accumulation} micro-batch{'es' if accumulation != 1 else ''}"
+        epochs = num_steps * batch.global_size / max(1, plan.inputs.length.epoch_rows)
+        steps = f"{num_steps:,} of {batch.global_size} rows = {split}; {epochs:.3g} epochs"
     texts = {
         "model": ", ".join(filter(None, (str(name), f"{_short_count(total)} parameters", share, *how))),
         "data": "\n".join([*data.report_lines, *without_validation(recipe, data)]),
-        "steps": _steps_line(recipe, plan.inputs.length, backend),
+        "steps": steps,
         "launch": ", ".join(filter(None, (runtime.line(), backend.precision, runtime.offload()))),
         "memory": built.memory.line(),
         "directory": recipe.output.dir,
@@ -365,15 +371,3 @@ def _short_count(number: int) -> str:
         if number >= size:
             return f"{number / size:.3g}{unit}"
     return f"{number:,}"
-
-
-def _steps_line(recipe: Recipe, length: Length, backend: Backend) -> str:
-    if not length.num_steps:
-        return "none, evaluation only"
-    batch, accumulation, groups = recipe.batch, backend.accumulation, backend.mesh.data_size
-    ranks = f"{groups} process{'es' if groups != 1 else ''}"
-    if groups != backend.world_size:
-        ranks = f"{groups} group{'s' if groups != 1 else ''} of processes"
-    split = f"{ranks} x {batch.micro_size} rows x {accumulation} micro-batch{'es' if accumulation != 1 else ''}"
-    epochs = length.num_steps * batch.global_size / max(1, length.epoch_rows)
-    return f"{length.num_steps:,} of {batch.global_size} rows = {split}; {epochs:.3g} epochs"

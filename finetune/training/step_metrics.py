@@ -138,10 +138,7 @@ class PeakMemoryMonitor:
     def compare(self, recipe: Recipe) -> dict[str, Any] | None:
         """Compares the peak of the rank that held the most with what a plan predicts; every rank must call it.
 
-        Rank 0 also writes both down for the plans to come.
-
-        Returns:
-            On rank 0 the figures for `run.json`; None elsewhere, or if nothing was measured.
+        Rank 0 writes both down for the plans to come, and gets the figures for `run.json`, if something was measured.
         """
         backend = self._backend
         seen = torch.tensor([float(self._peak)], dtype=torch.float64, device=backend.device)
