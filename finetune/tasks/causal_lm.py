@@ -137,9 +137,8 @@ def sees_documents(
 
 def ordinary_tokens(network: PreTrainedModel | None, count: int, device: torch.device) -> torch.Tensor:
     """Returns tokens that mean nothing special to a network: (1, count)."""
-    known: dict[str, Any] = {} if network is None else network.config.to_dict()
     size = 7 if network is None else int(network.config.get_text_config().vocab_size)
-    special = set(_special_tokens(known))
+    special = set(_special_tokens({} if network is None else network.config.to_dict()))
     ordinary = [token for token in range(min(size, 1000)) if token not in special][:7] or [0]
     return torch.tensor(ordinary, device=device)[torch.arange(count, device=device) % len(ordinary)][None]
 

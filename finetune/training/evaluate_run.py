@@ -134,9 +134,8 @@ def evaluate_rows(
         None if a rank was asked to stop; else `loss` and `targets`; `perplexity` if the network writes text; `accuracy`
         if the task counts hits.
     """
-    # Loss, hits. In float64: hundreds of millions of targets are beyond fp32's whole numbers.
-    sums = torch.zeros(2, dtype=torch.float64, device=backend.device)
-    targets = 0
+    # Loss, hits, targets. In float64: hundreds of millions of targets are beyond fp32's whole numbers.
+    sums = torch.zeros(3, dtype=torch.float64, device=backend.device)
     batches = evaluation_batches(rows, micro_size, data_size=backend.mesh.data_size, data_rank=backend.mesh.data_rank)
     computing: deque[tuple[Any, Batch]] = deque()
 
@@ -160,11 +159,10 @@ def evaluate_rows(
                     if len(found) != 2 + len(share):
                         raise RecipeError("eval.metrics: the task's `loss_and_correct` gives no class of each row.")
                     classes[:, share] = torch.stack((found[2:].long(), batch["targets"]))
-                targets += rows.num_targets(share) if backend.mesh.counts_rows else 0
+                sums[2] += rows.num_targets(share) if backend.mesh.counts_rows else 0
     if classes is not None:
         backend.all_reduce_sum(classes)
-    count = torch.tensor([targets], dtype=torch.float64, device=backend.device)
-    loss_sum, hit_sum, total = backend.all_reduce_sum(torch.cat((sums, count))).tolist()
+    loss_sum, hit_sum, total = backend.all_reduce_sum(sums).tolist()
     result = {"loss": loss_sum / max(1.0, total), "targets": total}
     if task.text:
         result["perplexity"] = math.exp(min(result["loss"], 700.0))

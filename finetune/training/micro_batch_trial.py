@@ -1,7 +1,6 @@
 """Two steps of a recipe, to measure their memory; `micro_batch_search` runs this in processes of its own."""
 
 import sys
-import traceback
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -48,16 +47,13 @@ def _guarded() -> int:
     try:
         with orphan_watch.end_with_parent(1, always=True):
             return main(*sys.argv[1:])
-    except MemoryFullError:
-        return OUT_OF_MEMORY
-    except FinetuneError as error:
+    except Exception as error:
+        if isinstance(error, MemoryFullError) or explain_out_of_memory(error) is not None:
+            return OUT_OF_MEMORY
+        if not isinstance(error, FinetuneError):
+            return exit_codes.say_failure(error)
         print(f"Error: {error}", file=sys.stderr)
         return exit_codes.USER_ERROR
-    except Exception as error:
-        if explain_out_of_memory(error) is not None:
-            return OUT_OF_MEMORY
-        traceback.print_exception(error)
-        return 1
 
 
 if __name__ == "__main__":

@@ -82,7 +82,15 @@ def verify_kernels(backend: Backend, model: nn.Module, recipe: Recipe) -> dict[s
     """
     inner = _inner(model)
     if inner is not None:
-        check_order(backend, model, inner)
+        # Where tokens see those behind them, the targets are among the inputs.
+        seen = causal_lm.sees_ahead(inner, partial(_scores, backend, model), backend.device)
+        if backend.all_reduce_max(seen).item() > causal_lm.tolerances(backend.precision)[0]:
+            turned = getattr(inner.config.get_text_config(), "is_decoder", None) is False
+            hint = "Set `is_decoder: true` in model.config" if turned else "Take a causal language model"
+            raise BackendError(
+                f"{_name(model)} is no causal language model as it is configured: tokens see those behind them, which "
+                f"they are to predict. {hint}, or set task.name to `{classification.NAME}`."
+            )
     if recipe.data.packing == "documents":
         check_isolation(backend, model, recipe)
     if backend.mesh.group("sp") is not None:
@@ -90,22 +98,6 @@ def verify_kernels(backend: Backend, model: nn.Module, recipe: Recipe) -> dict[s
     if inner is None:
         return {"attention": "the network's own", "loss": "plain"}
     return {"attention": str(attention_implementation(inner.config)), "loss": check_loss(backend, model, recipe)}
-
-
-def check_order(backend: Backend, model: nn.Module, network: PreTrainedModel) -> None:
-    """Verifies on the prepared model that tokens do not see those behind them: else the targets are among the inputs.
-
-    Raises:
-        BackendError: If they do.
-    """
-    seen = causal_lm.sees_ahead(network, partial(_scores, backend, model), backend.device)
-    if backend.all_reduce_max(seen).item() > causal_lm.tolerances(backend.precision)[0]:
-        turned = getattr(network.config.get_text_config(), "is_decoder", None) is False
-        hint = "Set `is_decoder: true` in model.config" if turned else "Take a causal language model"
-        raise BackendError(
-            f"{_name(model)} is no causal language model as it is configured: tokens see those behind them, which "
-            f"they are to predict. {hint}, or set task.name to `{classification.NAME}`."
-        )
 
 
 def check_isolation(backend: Backend, model: nn.Module, recipe: Recipe) -> None:
