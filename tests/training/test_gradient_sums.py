@@ -13,6 +13,7 @@ from harness import ROOT, Launcher
 from recipes_for_tests import PARITY, base
 
 from finetune.config.recipe import validate_recipe
+from finetune.distributed import device_selection
 from finetune.distributed.gpu_specs import find_gpu
 from finetune.distributed.launch import launch_config
 from finetune.distributed.launch.launch_config import Launch, launch_of_environment, read_launch
@@ -243,7 +244,7 @@ def test_a_run_settles_it_by_the_forecast(
     each: bool | None,
     forecast: bool,
 ) -> None:
-    monkeypatch.setattr(build_run.device_selection, "total_memory", lambda: round(gib * 2**30))
+    monkeypatch.setattr(device_selection, "total_memory", lambda: round(gib * 2**30))
     recipe = validate_recipe(base(batch={"global_size": 4 * accumulation, "micro_size": 2}))
     asked = Launch("fsdp", 2, sync_each_batch=said, mixed_precision=cast)
     found = build_run.choose_gradient_sums(recipe, asked, accumulation)
@@ -263,7 +264,7 @@ def test_a_run_settles_it_by_the_forecast(
 def test_a_torch_that_cannot_sum_after_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch 2.11: asked for it is refused, left open it is once a step, whatever the forecast."""
     monkeypatch.setattr(torch_private, "reduces_unused_gradients", lambda: False)
-    monkeypatch.setattr(build_run.device_selection, "total_memory", lambda: 2**29)
+    monkeypatch.setattr(device_selection, "total_memory", lambda: 2**29)
     recipe = validate_recipe(base(batch={"global_size": 16, "micro_size": 2}))
     with pytest.raises(BackendError, match=r"fsdp_sync_each_batch: true, for which torch .* lacks a function"):
         resolve_config(recipe, Launch("fsdp", 2, sync_each_batch=True), {})
