@@ -143,8 +143,8 @@ def data(parsed: argparse.Namespace) -> None:
     from finetune.utils.console import plain_console
 
     recipe = load_checked(parsed)
-    from finetune.tasks.task_data import without_validation
     from finetune.tasks.task_lookup import find_task
+    from finetune.tasks.task_parts import without_validation
 
     silence_libraries()
     prepared = find_task(recipe).build_data(recipe, False)

@@ -15,7 +15,7 @@ from finetune.config.recipe_schema import Recipe
 from finetune.export import find_weights, merge
 from finetune.models import lora_adapters, pretrained_files, prompts
 from finetune.models.heads import NEXT_TOKEN
-from finetune.tasks import causal_checks
+from finetune.tasks import causal_lm
 from finetune.tasks.task import Batch, TaskData
 from finetune.tasks.task_lookup import head_of
 from finetune.utils.errors import CheckpointError, RecipeError
@@ -165,8 +165,8 @@ def _ready(opened: LoadedModel) -> LoadedModel:
     network = opened.network.to("cuda" if torch.cuda.is_available() else "cpu").eval().requires_grad_(False)
     inner = lora_adapters.transformer(network)
     if inner is not None:
-        seen = causal_checks.sees_ahead(inner, opened.scores, opened.device).item()
-        if seen > causal_checks.seen_tolerance(opened.precision):
+        seen = causal_lm.sees_ahead(inner, opened.scores, opened.device).item()
+        if seen > causal_lm.tolerances(opened.precision)[0]:
             raise RecipeError(
                 f"{opened.tokenizer_folder} is no causal language model as it is configured "
                 f"({inner.config.model_type}): tokens see those behind them, so that its texts and perplexity mean "

@@ -196,7 +196,7 @@ def agreement(asked: Asked) -> Iterable[CheckResult]:
     if asked.recipe is None:
         yield ok("agreement", "not looked at; name a recipe with --recipe")
         return
-    from finetune.training.recipe_checks import check_recipe
+    from finetune.training.dry_run import check_recipe
 
     foreseen = asked.foreseen or predict_environment(None, {}, asked.env)
     settled = check_recipe(asked.recipe, foreseen.launch, foreseen.env)
