@@ -1,14 +1,12 @@
 """Parts that tasks are made of: data of documents, networks of transformers, and adapters for any other network."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PretrainedConfig
-
-from dataclasses import asdict
 
 from finetune.config.recipe_schema import Recipe
 from finetune.data import prepare

@@ -75,10 +75,7 @@ def resolve_micro_size(
     sizes, room = divisors(recipe.batch.global_size // launch.data_ranks), device_selection.available_memory()
     kept = _kept(recipe, launch, digest)
     begin = rendezvous_store.from_main(
-        lambda: (
-            _read(kept, room)
-            or {"first": largest_micro_size(recipe, launch, sizes, room), "room": room}
-        ),
+        lambda: _read(kept, room) or {"first": largest_micro_size(recipe, launch, sizes, room), "room": room},
         _PATIENCE,
     )
     if "rows" in begin:
