@@ -225,7 +225,7 @@ def examine(model_type: str) -> dict[str, Any]:
     """
     import torch
 
-    from finetune.distributed.strategies import first_gradients
+    from finetune.distributed.strategies import strategy
     from finetune.models import chunked_loss
     from finetune.tasks.causal_lm import CAUSAL_LM, causal_lm_logits
 
@@ -263,7 +263,7 @@ def examine(model_type: str) -> dict[str, Any]:
     found["gradients"] = _measured(gradients)
     trained = {name: p for name, p in network.named_parameters() if p.requires_grad}
     used = [name for name, p in trained.items() if p.grad is not None]
-    found["unused"] = first_gradients.unused(trained, used) if isinstance(found["gradients"], float) else []
+    found["unused"] = strategy.unused_parts(trained, used) if isinstance(found["gradients"], float) else []
     return found
 
 

@@ -34,8 +34,7 @@ from finetune.data.prepare import prepare_data
 from finetune.data.prepared_cache import Cache
 from finetune.data.sources.readers import Fields, read_file
 from finetune.data.synthetic import story_generator
-from finetune.data.tokenization.build_tokenizer import load_tokenizer, train_tokenizer
-from finetune.data.tokenization.encoding import open_tokenizer
+from finetune.data.tokenization.tokenizer import load_tokenizer, open_tokenizer, train_tokenizer
 
 BARE_DOCUMENTS = 1000
 OURS, BARE, APART, PART = "ours", ("encode_batch", "encode_batch_fast"), "apart", "part"

@@ -18,7 +18,9 @@ import torch
 
 from finetune.checkpoint.checkpoint_store import LocalCheckpointStore
 from finetune.checkpoint.save_checkpoint import CheckpointWriter
+from finetune.checkpoint.snapshot import Snapshot
 from finetune.config.recipe import validate_recipe
+from finetune.config.recipe_schema import CheckpointSection
 from finetune.models.forward_wrapper import unwrap
 from finetune.training.build_run import build_run
 from finetune.training.loop import train_step
@@ -58,8 +60,9 @@ class Bench:
     def __init__(self, run: BuiltRun, folder: Path) -> None:
         self.run, self.step = run, 0
         folder.mkdir(exist_ok=True)
-        options: dict[str, Any] = {"adapter_keys": None, "describe": lambda _: None, "keep": 1, "best_by": None}
-        self.saver = CheckpointWriter(LocalCheckpointStore(folder), run.backend, **options)
+        section = CheckpointSection(keep=1, keep_best_by=None)
+        store, snapshot = LocalCheckpointStore(folder), Snapshot(run.backend, None)
+        self.saver = CheckpointWriter(store, run.backend, section, snapshot, lambda _: None)
 
     def take_step(self) -> None:
         train_step(self.run, self.step)

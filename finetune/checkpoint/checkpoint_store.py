@@ -106,7 +106,7 @@ def sealed_name(name: str) -> str:
 
 
 @contextmanager
-def checkpoint_errors(address: str, *, missing: str) -> Iterator[None]:
+def file_errors(address: str, *, missing: str) -> Iterator[None]:
     """Turns the system's errors about a file into `CheckpointError`."""
     try:
         yield
@@ -185,12 +185,10 @@ class LocalCheckpointStore:
     @contextmanager
     def hold(self, name: str) -> Iterator[None]:
         folder = self._root / name
-        with checkpoint_errors(
-            self.address(name, MANIFEST), missing=f"{folder} has no {MANIFEST}, so it was never finished"
-        ):
+        with file_errors(self.address(name, MANIFEST), missing=f"{folder} has no {MANIFEST}, so it was never finished"):
             handle = self._open_plain(name, MANIFEST, os.O_RDONLY)
         try:
-            with checkpoint_errors(self.address(name, MANIFEST), missing=f"{folder} is gone"):
+            with file_errors(self.address(name, MANIFEST), missing=f"{folder} is gone"):
                 _lock(handle, fcntl.LOCK_SH)
             # Whoever held it meanwhile may have deleted it.
             file = folder / MANIFEST

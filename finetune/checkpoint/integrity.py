@@ -8,20 +8,13 @@ checkpoints/step-00000120/manifest.json      sizes and digests of all the others
 
 import hashlib
 from collections.abc import Collection, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import PurePosixPath
 from typing import Any
 
 import xxhash
 
-from finetune.checkpoint.checkpoint_store import (
-    FOLDER,
-    MANIFEST,
-    CheckpointStore,
-    checkpoint_errors,
-    sealed_name,
-    step_of,
-)
+from finetune.checkpoint.checkpoint_store import FOLDER, MANIFEST, CheckpointStore, file_errors, sealed_name, step_of
 from finetune.utils import json_files
 from finetune.utils.atomic_files import digest_of, json_text
 from finetune.utils.errors import CheckpointError
@@ -32,16 +25,10 @@ _MANIFEST_SHAPE: dict[str, json_files.Shape] = {"format": int, "step": int, "fil
 _FILE_SHAPE: dict[str, json_files.Shape] = {"bytes": int, "xxh3_128": str}
 # What a resume reads of `state.json`.
 _STATE_SHAPE: dict[str, json_files.Shape] = {
-    "step": int,
-    "position": int,
-    "tokens": int,
+    **dict.fromkeys(("step", "position", "tokens", "processes"), int),
+    **dict.fromkeys(("results", "identity", "tensors"), dict),
+    **dict.fromkeys(("backend", "precision"), str),
     "looked_at": bool,
-    "results": dict,
-    "identity": dict,
-    "backend": str,
-    "processes": int,
-    "precision": str,
-    "tensors": dict,
 }
 _TENSOR_SHAPE: dict[str, json_files.Shape] = {"file": str, "name": str, "shape": [int]}
 
@@ -68,7 +55,7 @@ class NewFile:
         self._hash.update(content)
 
     def close(self) -> Files:
-        """Puts the file on the disk, and returns its line of the manifest."""
+        """Puts the file on the disk, and returns its line of the manifest; a second time it only returns that."""
         self._opened.close()
         return {self.file: {"bytes": self._size, "xxh3_128": self._hash.hexdigest()}}
 
@@ -79,12 +66,9 @@ def put_file(store: CheckpointStore, name: str, file: str, content: bytes) -> Fi
     Raises:
         OSError: If it cannot be written.
     """
-    new = NewFile(store, name, file)
-    try:
+    with closing(NewFile(store, name, file)) as new:
         new.write(content)
-    finally:
-        described = new.close()
-    return described
+    return new.close()
 
 
 def list_whole(store: CheckpointStore, broken: Collection[str] = ()) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -156,7 +140,7 @@ def _read_json(
     store: CheckpointStore, name: str, file: str, shape: dict[str, json_files.Shape], *, missing: str
 ) -> dict[str, Any]:
     """Returns the object in a file, which has all keys of a shape."""
-    with checkpoint_errors(store.address(name, file), missing=missing), store.open_file(name, file) as opened:
+    with file_errors(store.address(name, file), missing=missing), store.open_file(name, file) as opened:
         value: dict[str, Any] = json_files.parse(opened.read())
         if (problem := json_files.shape_mismatch(value, shape, needed=shape)) is not None:
             raise ValueError(problem)
@@ -170,7 +154,7 @@ def _check_files(store: CheckpointStore, name: str, files: dict[str, Any]) -> No
         CheckpointError: With the first that differs.
     """
     manifest = store.address(name, MANIFEST)
-    with checkpoint_errors(store.address(name), missing=f"{store.address(name)} is gone"):
+    with file_errors(store.address(name), missing=f"{store.address(name)} is gone"):
         there = store.list_files(name)
     for file, facts in files.items():
         path, address, found = PurePosixPath(file), store.address(name, file), there.get(file)
@@ -182,7 +166,7 @@ def _check_files(store: CheckpointStore, name: str, files: dict[str, Any]) -> No
             kind = there.get(parent, FOLDER)
             if isinstance(kind, str) and kind != FOLDER:
                 raise CheckpointError(f"{store.address(name, parent)} is {kind}, not a folder")
-        with checkpoint_errors(address, missing=f"{address} is missing"):
+        with file_errors(address, missing=f"{address} is missing"):
             if found is None:
                 store.open_file(name, file).close()  # says why, where it is a name that no store has
                 raise FileNotFoundError
@@ -223,7 +207,7 @@ def verify_checkpoint(store: CheckpointStore, name: str, *, share: int = 0, shar
     _check_files(store, name, files)
     for file, facts in sorted(files.items())[share::shares]:
         address = store.address(name, file)
-        with checkpoint_errors(address, missing=f"{address} is missing"), store.open_file(name, file) as opened:
+        with file_errors(address, missing=f"{address} is missing"), store.open_file(name, file) as opened:
             found = hashlib.file_digest(opened, xxhash.xxh3_128).hexdigest()
         if found != facts["xxh3_128"]:
             raise CheckpointError(f"{address} was changed after it was written: its digest does not match")

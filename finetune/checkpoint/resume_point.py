@@ -1,27 +1,39 @@
-"""Finds where a run begins: at its start, or at a checkpoint of its own or of another run."""
+"""Finds where a run begins: at its start, or at a checkpoint, which all ranks verify and any backend restores."""
 
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
-from finetune.checkpoint import integrity, load_checkpoint, run_fingerprint
+from finetune.checkpoint import integrity, run_fingerprint
 from finetune.checkpoint.best_evaluation import still_ended
-from finetune.checkpoint.checkpoint_store import find_checkpoint, sealed_name
-from finetune.checkpoint.load_checkpoint import Checkpoint
+from finetune.checkpoint.checkpoint_store import CheckpointStore, find_checkpoint, sealed_name
 from finetune.checkpoint.run_directory import RunDirectory
+from finetune.checkpoint.tensor_files import TensorReader
 from finetune.config.recipe_schema import Recipe
 from finetune.distributed.backend import Backend
 from finetune.monitoring.metrics import warn
-from finetune.utils.errors import RecipeError
+from finetune.utils.errors import CheckpointError, RecipeError
+
+
+class _FoundElsewhere(CheckpointError):
+    """Another rank has found that a checkpoint is not whole."""
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Place at which a run begins."""
+    """Place at which a run begins: its start, or a whole checkpoint."""
 
-    checkpoint: Checkpoint | None = None
+    store: CheckpointStore | None = None
+    """Store of the checkpoint; None at the start."""
+    name: str = ""
+    state: dict[str, Any] = field(default_factory=dict)
+    """Content of the checkpoint's `state.json`; empty at the start."""
+    held: ExitStack = field(default_factory=ExitStack, repr=False, compare=False)
+    """Keeps others from deleting the checkpoint, until it is restored."""
     keep_optimizer: bool = True
     """True if the checkpoint's optimiser state fits this recipe's optimiser."""
     changed: tuple[str, ...] = ()
@@ -32,14 +44,14 @@ class ResumePoint:
     """Results of the run so far."""
 
     @property
-    def state(self) -> dict[str, Any]:
-        return self.checkpoint.state if self.checkpoint is not None else {}
+    def address(self) -> str:
+        """Path or URL of the checkpoint, for people."""
+        return self.store.address(self.name) if self.store is not None else ""
 
     @property
     def source(self) -> str | None:
-        """Path or URL of the checkpoint."""
-        found = self.checkpoint
-        return found.store.address(found.name, absolute=True) if found is not None else None
+        """Absolute path or URL of the checkpoint; None at the start."""
+        return self.store.address(self.name, absolute=True) if self.store is not None else None
 
     @property
     def step(self) -> int:
@@ -67,21 +79,46 @@ class ResumePoint:
     def restore(self, backend: Backend, network: nn.Module, optimizer: Any) -> None:
         """Fills a prepared network and its optimiser from the checkpoint, if there is one.
 
+        Every rank reads what it needs; nothing is gathered.
+
         Raises:
-            CheckpointError: If it does not fit.
+            CheckpointError: Naming the tensor that is missing, unexpected, or of another shape.
         """
-        if self.checkpoint is not None:
-            load_checkpoint.restore_checkpoint(
-                self.checkpoint, backend, network, optimizer, with_optimizer=self.keep_optimizer
-            )
+        store = self.store
+        if store is None:
+            return
+        places: dict[str, dict[str, Any]] = self.state["tensors"]
+        files: dict[str, TensorReader] = {}
+
+        def load(key: str) -> torch.Tensor:
+            file, name, shape = (places[key][fact] for fact in ("file", "name", "shape"))
+            try:
+                if file not in files:
+                    files[file] = TensorReader(store.open_file(self.name, file))
+                tensor = files[file].read(name)
+            except (OSError, ValueError, LookupError, TypeError) as error:
+                address = store.address(self.name, file)
+                raise CheckpointError(f"{address}: the tensor {name} cannot be read: {error}") from error
+            if list(tensor.shape) != shape:
+                raise CheckpointError(f"{self.address}: {key} has shape {list(tensor.shape)}, not {shape}")
+            return tensor
+
+        with self.held:
+            state = [key for key in places if not key.startswith(("frozen/", "buffer/"))]
+            wanted = [key for key in state if self.keep_optimizer or key.startswith("parameter/")]
+            backend.write_state(network, optimizer, wanted, load)
+            for name, buffer in network.named_buffers():
+                if f"buffer/{name}" in places:
+                    buffer.copy_(load(f"buffer/{name}"))
+        backend.set_scaler_state(self.state.get("scaler"))
 
     def lines(self) -> list[str]:
         """Lines for people."""
-        if self.checkpoint is None:
+        if self.store is None:
             return []
         state = self.state
         lines = [
-            f"resumed at step {self.step} from {self.checkpoint.address}, saved under "
+            f"resumed at step {self.step} from {self.address}, saved under "
             f"{state['backend']} x {state['processes']} in {state['precision']}"
         ]
         if self.changed:
@@ -155,12 +192,7 @@ def kept_micro_size(allow: tuple[str, ...], directory: RunDirectory) -> int | No
 
 
 def choose_resume_point(
-    recipe: Recipe,
-    directory: RunDirectory,
-    backend: Backend,
-    now: dict[str, Any],
-    *,
-    num_steps: int,
+    recipe: Recipe, directory: RunDirectory, backend: Backend, now: dict[str, Any], *, num_steps: int
 ) -> ResumePoint:
     """Returns the place to begin at, the same on every rank; every rank must call it.
 
@@ -177,7 +209,7 @@ def choose_resume_point(
     """
     # As rank 0 has read it, which alone holds the directory.
     previous: dict[str, Any] | None = backend.broadcast_object(directory.previous)
-    own = load_checkpoint.find_newest(directory.checkpoints, backend, unsealed=True) if previous is not None else None
+    own = find_newest(directory.checkpoints, backend, unsealed=True) if previous is not None else None
     before = previous or {}
     finished = "finished" in before and before["length"]["num_steps"] == num_steps
     finished = finished and still_ended(recipe, before["results"])
@@ -200,10 +232,7 @@ def choose_resume_point(
     if own is None and recipe.resume.mode not in ("auto", "must", "never"):
         # What is named may be a link; what lies in it may not.
         store, name = find_checkpoint(Path(recipe.resume.mode).resolve())
-        if name is not None:
-            found = load_checkpoint.verify_on_all_ranks(store, name, backend)
-        else:
-            found = load_checkpoint.find_newest(store, backend)
+        found = verify_on_all_ranks(store, name, backend) if name is not None else find_newest(store, backend)
     if found is None:
         return ResumePoint()
     changed = run_fingerprint.compare_identities(found.state["identity"], now, recipe.resume.allow, place=found.address)
@@ -215,14 +244,69 @@ def choose_resume_point(
     name = sealed_name(found.name)
     if own is not None and name != own.name:
         # Whole, though the run ended before it was sealed.
-        directory.on_main(backend, lambda: own.store.seal(own.name))
+        directory.on_main(backend, lambda: directory.checkpoints.seal(own.name))
         if backend.is_main:
             warn(f"{own.address} is whole, though the run ended before it got its name. It is {name} now.")
         found = replace(own, name=name)
-    return ResumePoint(
+    return replace(
         found,
         keep_optimizer="optim.name" not in changed,
         changed=tuple(changed),
         finished=finished,
         results=before["results"] if finished else found.state["results"],
     )
+
+
+def find_newest(store: CheckpointStore, backend: Backend, *, unsealed: bool = False) -> ResumePoint | None:
+    """Returns the newest whole checkpoint of a store, the same on every rank; None if there is none, whole or not.
+
+    Every rank must call it. What is wrong with newer ones is reported on the rank that found it.
+
+    Args:
+        unsealed: Also take one that is whole, whose writer ended before it was sealed.
+
+    Raises:
+        CheckpointError: If there are checkpoints, but none is whole.
+    """
+    # Rank 0's list counts: another machine's view of a shared folder may lag behind.
+    names: list[str] = backend.broadcast_object(
+        integrity.list_resumable(store, unsealed=unsealed) if backend.is_main else []
+    )
+    if not names:
+        return None
+    for name in names:
+        try:
+            return verify_on_all_ranks(store, name, backend)
+        except _FoundElsewhere:
+            continue
+        except CheckpointError as error:
+            warn(f"Checkpoint refused: {error}. Trying an older one.")
+    raise CheckpointError(
+        f"No checkpoint below {store.address()} is whole, as said above. Restore one from a copy, or choose another "
+        "output.dir; output.overwrite=true starts from the beginning."
+    )
+
+
+def verify_on_all_ranks(store: CheckpointStore, name: str, backend: Backend) -> ResumePoint:
+    """Returns a checkpoint whose files all ranks have read and compared with its manifest, each a part of them.
+
+    Raises:
+        CheckpointError: On every rank if it is not whole.
+    """
+    problem: CheckpointError | None = None
+    state: dict[str, Any] = {}
+    held = ExitStack()
+    try:
+        held.enter_context(store.hold(name))
+        integrity.verify_checkpoint(store, name, share=backend.rank, shares=backend.world_size)
+        state = integrity.read_state(store, name)
+    except CheckpointError as error:
+        problem = error
+    failed = backend.all_reduce_sum(torch.tensor([float(problem is not None)], device=backend.device)).item()
+    if failed:
+        held.close()
+    if problem is not None:
+        raise problem
+    if failed:
+        raise _FoundElsewhere(f"{store.address(name)} is not whole, as another process found")
+    return ResumePoint(store, name, state, held)

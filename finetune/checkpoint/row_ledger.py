@@ -6,9 +6,10 @@ a checksum over the rows that all ranks read for it. The checksum is a sum, so i
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,7 @@ from finetune.checkpoint.checkpoint_store import open_store, step_of
 from finetune.checkpoint.run_facts import INCIDENTS, Incident, brief_list, read_facts, read_incidents
 from finetune.data.rows.row_order import RowOrder, row_checksum
 from finetune.utils.atomic_files import Lines, read_whole_lines, rewrite_lines, set_damaged_lines_aside
-from finetune.utils.errors import CheckpointError, FinetuneError, RecipeError
+from finetune.utils.errors import CheckpointError, FinetuneError
 
 LEDGER = "ledger.jsonl"
 # Whole numbers in the line of a start.
@@ -42,19 +43,28 @@ def read_skipped(directory: Path) -> list[Incident]:
 
 @dataclass(frozen=True)
 class Used:
-    """Rows that one step used."""
+    """A step's line in the ledger, and the rows that the step used."""
 
     step: int
     position: int
-    rows: npt.NDArray[np.int64]
-    """Row numbers in the order of positions: micro-batches, ranks, rows."""
-    proved: bool
-    """True if the checksum that the ranks wrote is that of these rows."""
     order: RowOrder
+    checksum: int
+    sure: bool
+    """True if no damaged line since the last start can have been another one."""
+
+    @cached_property
+    def rows(self) -> npt.NDArray[np.int64]:
+        """Row numbers in the order of positions: micro-batches, ranks, rows."""
+        return self.order.step_rows(self.position)
+
+    @cached_property
+    def proved(self) -> bool:
+        """True if the checksum that the ranks wrote is that of these rows."""
+        return row_checksum(self.rows) == self.checksum
 
 
 def used_rows(directory: Path) -> Iterator[Used]:
-    """Yields the rows that the run's weights have learned from, step by step.
+    """Returns the rows that the run's weights have learned from, step by step.
 
     Steps without a readable line are left out. Where a resume took steps again, the later time counts: the earlier one
     was lost with the weights.
@@ -62,8 +72,7 @@ def used_rows(directory: Path) -> Iterator[Used]:
     Raises:
         CheckpointError: If there is no ledger, or a step is there twice.
     """
-    _, steps, _ = _read(directory)
-    yield from _used(steps)
+    return _read(directory)[1]
 
 
 def read_ledger(directory: Path) -> Lines:
@@ -107,7 +116,8 @@ def mend_ledger(directory: Path, step: int) -> list[str]:
     return said
 
 
-def _read(directory: Path) -> tuple[int, "dict[int, _Line]", Lines]:
+def _read(directory: Path) -> tuple[int, Iterator[Used], Lines]:
+    """Returns the first step, counted from 0 as in the file, the steps that count, in order, and all lines."""
     file = directory / LEDGER
     try:
         lines = read_ledger(directory)
@@ -115,22 +125,15 @@ def _read(directory: Path) -> tuple[int, "dict[int, _Line]", Lines]:
         if isinstance(error, (FileNotFoundError, NotADirectoryError)):
             read_facts(directory)  # says what it is instead if it is no run
         raise CheckpointError(f"{file} cannot be read: {error.strerror or error}.") from error
-    return *_steps(file, lines), lines
+    first, steps = _steps(file, lines)
+    # Each is taken out, so that its rows do not stay in memory.
+    entries = (steps.pop(step) for step in sorted(steps))
+    return first, (entry for entry in entries if entry.sure or entry.proved), lines
 
 
-class _Line(NamedTuple):
-    """A step's line, and the start that it belongs to."""
-
-    position: int
-    order: RowOrder
-    checksum: int
-    sure: bool
-    """True if no damaged line between the two can have been another start."""
-
-
-def _steps(file: Path, lines: Lines) -> tuple[int, dict[int, _Line]]:
-    """Returns the first step, counted from 0 as in the file, and the line of each step that counts."""
-    steps: dict[int, _Line] = {}
+def _steps(file: Path, lines: Lines) -> tuple[int, dict[int, Used]]:
+    """Returns the first step, and the line of each step that counts."""
+    steps: dict[int, Used] = {}
     first, start, sure = 0, None, True
     torn = set(lines.before)
     for index, line in enumerate(lines.whole):
@@ -139,6 +142,7 @@ def _steps(file: Path, lines: Lines) -> tuple[int, dict[int, _Line]]:
             continue
         if "start" in line:
             start, sure = line, True
+            order = RowOrder(**{key.name: line[key.name] for key in fields(RowOrder)})
             steps = {step: value for step, value in steps.items() if step < line["start"]}
             if not steps:
                 first = line["start"]
@@ -150,19 +154,9 @@ def _steps(file: Path, lines: Lines) -> tuple[int, dict[int, _Line]]:
             if sure:
                 raise CheckpointError(f"{file} has two lines for step {step + 1}, and no start between them.")
             steps = {number: value for number, value in steps.items() if number < step}
-        order = RowOrder(**{field.name: start[field.name] for field in fields(RowOrder)})
         position = start["position"] + (step - start["start"]) * order.global_size
-        steps[step] = _Line(position, order, line["rows"], sure)
+        steps[step] = Used(step, position, order, line["rows"], sure)
     return first, steps
-
-
-def _used(steps: dict[int, _Line]) -> Iterator[Used]:
-    for step in sorted(steps):
-        line = steps[step]
-        rows = line.order.step_rows(line.position)
-        proved = row_checksum(rows) == line.checksum
-        if proved or line.sure:
-            yield Used(step, line.position, rows, proved, line.order)
 
 
 def _is_line(line: dict[str, Any]) -> bool:
@@ -176,40 +170,46 @@ def _is_line(line: dict[str, Any]) -> bool:
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class Epoch:
-    """Counts of an epoch's rows, by how often they were used."""
+    """Uses of an epoch's rows."""
 
     number: int
     rows: int
     """Rows that the epoch has."""
-    once: int = 0
-    """Used exactly once."""
-    more: int = 0
-    """Used more than once."""
+    uses: npt.NDArray[np.uint8]
+    """How often each row was used."""
+
+    @property
+    def once(self) -> int:
+        return int((self.uses == 1).sum())
+
+    @property
+    def more(self) -> int:
+        return int((self.uses > 1).sum())
 
     @property
     def finished(self) -> bool:
         return self.once + self.more >= self.rows
 
 
-@dataclass(frozen=True)
+@dataclass
 class Audit:
-    """Facts that the ledger proves."""
+    """Facts that the ledger proves. Steps are counted from 1."""
 
-    first: int
-    """The first step, counted from 1: another than that of a run that began from another one's checkpoint."""
-    num_steps: int
-    lost: str | None
+    first: int = 0
+    """The first step: another than that of a run that began from another one's checkpoint."""
+    num_steps: int = 0
+    lost: str | None = None
     """Sentence on steps that the run has taken and the ledger does not have; None if it has all."""
-    epochs: list[Epoch]
-    unproved: list[int]
-    """Steps, counted from 1, whose checksum is not that of the rows they should have read."""
-    gaps: list[int]
-    """Steps, counted from 1, that do not begin where the one before ended."""
-    missing: list[int]
-    """Steps, counted from 1, before the last, of which no line can be read."""
-    skipped: list[Incident]
+    epochs: list[Epoch] = field(default_factory=list)
+    unproved: list[int] = field(default_factory=list)
+    """Steps whose checksum is not that of the rows they should have read."""
+    gaps: list[int] = field(default_factory=list)
+    """Steps that do not begin where the one before ended."""
+    missing: list[int] = field(default_factory=list)
+    """Steps before the last of which no line can be read."""
+    skipped: list[Incident] = field(default_factory=list)
     """Steps whose rows were read, and changed no weight."""
 
     @property
@@ -242,19 +242,6 @@ class Audit:
         return lines
 
 
-def parse_steps(text: str) -> tuple[int, int]:
-    """Returns the steps of `A:B`, or of `A` alone.
-
-    Raises:
-        RecipeError: If it is neither.
-    """
-    first, _, last = text.partition(":")
-    try:
-        return int(first), int(last or first)
-    except ValueError as error:
-        raise RecipeError(f"--steps {text}: give A:B, such as 100:120, or one step.") from error
-
-
 def _no_line(steps: list[int]) -> str:
     """Names steps of which no line can be read, in ranges."""
     ranges: list[list[int]] = []
@@ -263,9 +250,8 @@ def _no_line(steps: list[int]) -> str:
             ranges[-1][1] = step
         else:
             ranges.append([step, step])
-    said = [str(first) if first == last else f"{first:,} to {last:,}" for first, last in ranges[:10]]
-    more = f" and {len(ranges) - 10:,} more ranges" if len(ranges) > 10 else ""
-    return f"no line for step{'s' * (len(steps) > 1)} {', '.join(said)}{more} is there, or can be read"
+    said = [str(first) if first == last else f"{first:,} to {last:,}" for first, last in ranges]
+    return f"no line for step{'s' * (len(steps) > 1)} {brief_list(said)} is there, or can be read"
 
 
 def audit_ledger(directory: Path) -> Audit:
@@ -274,46 +260,38 @@ def audit_ledger(directory: Path) -> Audit:
     Raises:
         CheckpointError: If the ledger cannot be read.
     """
-    counts: dict[tuple[str, int], npt.NDArray[np.uint8]] = {}
-    sizes: dict[tuple[str, int], int] = {}
-    unproved: list[int] = []
-    gaps: list[int] = []
-    missing: list[int] = []
+    audit, epochs = Audit(), dict[tuple[str, int], Epoch]()
     expected: int | None = None
-    first = total = 0
-    begun, steps, lines = _read(directory)
-    before = begun - 1
-    for entry in _used(steps):
-        if entry.step > before + 1:
-            missing += range(before + 2, entry.step + 1)
+    begun, used, lines = _read(directory)
+    last = begun
+    for entry in used:
+        step, order = entry.step + 1, entry.order
+        if step > last + 1:
+            audit.missing += range(last + 1, step)
             expected = None
-        before = entry.step
-        first = first or entry.step + 1
-        total += 1
+        last = step
+        audit.first = audit.first or step
+        audit.num_steps += 1
         if not entry.proved:
-            unproved.append(entry.step + 1)
+            audit.unproved.append(step)
         if expected is not None and entry.position != expected:
-            gaps.append(entry.step + 1)
+            audit.gaps.append(step)
         expected = entry.position + len(entry.rows)
-        epoch_rows = entry.order.epoch_rows
-        numbers = np.arange(entry.position, expected) // epoch_rows
+        numbers = np.arange(entry.position, expected) // order.epoch_rows
         for number in np.unique(numbers).tolist():
-            key = (entry.order.data, number)
-            sizes[key] = epoch_rows
-            seen = counts.setdefault(key, np.zeros(entry.order.num_rows, np.uint8))
-            if len(seen) != entry.order.num_rows:
+            before = epochs.get((order.data, number))
+            uses = np.zeros(order.num_rows, np.uint8) if before is None else before.uses
+            if len(uses) != order.num_rows:
                 raise CheckpointError(
-                    f"{directory / LEDGER} says of the same data that they have {len(seen):,} rows and "
-                    f"{entry.order.num_rows:,}. One of its starts is damaged: which rows were used cannot be proved."
+                    f"{directory / LEDGER} says of the same data that they have {len(uses):,} rows and "
+                    f"{order.num_rows:,}. One of its starts is damaged: which rows were used cannot be proved."
                 )
-            np.add.at(seen, entry.rows[numbers == number], 1)
-    epochs = [
-        Epoch(number, sizes[data, number], int((seen == 1).sum()), int((seen > 1).sum()))
-        for (data, number), seen in counts.items()
-    ]
-    last = before + 1
-    unlearned = [step for step in read_skipped(directory) if first <= step.step <= last]
-    return Audit(first, total, _lost(directory, lines, begun + 1, last), epochs, unproved, gaps, missing, unlearned)
+            np.add.at(uses, entry.rows[numbers == number], 1)
+            epochs[order.data, number] = Epoch(number, order.epoch_rows, uses)
+    audit.epochs = list(epochs.values())
+    audit.lost = _lost(directory, lines, begun + 1, last)
+    audit.skipped = [incident for incident in read_skipped(directory) if audit.first <= incident.step <= last]
+    return audit
 
 
 def _lost(directory: Path, lines: Lines, first: int, last: int) -> str | None:

@@ -21,16 +21,7 @@ from finetune.config.recipe import dump_recipe
 from finetune.config.recipe_schema import Recipe
 from finetune.distributed.backend import Backend
 from finetune.monitoring.metrics import warn
-from finetune.utils import json_files
-from finetune.utils.atomic_files import (
-    device_of,
-    json_text,
-    lock_file,
-    remove_path,
-    rewrite_lines,
-    set_damaged_lines_aside,
-    write_text,
-)
+from finetune.utils import atomic_files, json_files
 from finetune.utils.compat.library_versions import PROVEN, installed
 from finetune.utils.errors import CheckpointError, RecipeError
 
@@ -38,13 +29,10 @@ _LIBRARIES = (*PROVEN, "numpy", "safetensors", "tokenizers", "torchao")
 
 # What a run leaves in its directory, and what `output.overwrite` deletes. `run.json` comes last: a deletion that is cut
 # short leaves a directory that is still a run's.
+_JOURNALS = ("metrics.jsonl", "ledger.jsonl", "incidents.jsonl")
 _LEFT = (
-    "metrics.jsonl",
-    "metrics.jsonl.damaged",
-    "ledger.jsonl",
-    "ledger.jsonl.damaged",
-    "incidents.jsonl",
-    "incidents.jsonl.damaged",
+    *_JOURNALS,
+    *(f"{name}.damaged" for name in _JOURNALS),
     "predictions.jsonl",
     "model",
     "checkpoints",
@@ -95,14 +83,21 @@ class RunDirectory:
         path = Path(recipe.output.dir)
         try:
             path.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=path):
-                pass
+            tempfile.TemporaryFile(dir=path).close()
         except OSError as error:
             raise CheckpointError(
                 f"output.dir: cannot write to {path}: {error.strerror or error}. Choose a folder that this user may "
                 "write to."
             ) from error
-        _check_links(path)
+        # They could lead what a run writes and deletes to other places.
+        for name in (*_LEFT, *_MORE):
+            for file in (path / name, path / f"{name}.staging"):
+                if file.is_symlink():
+                    raise RecipeError(
+                        f"output.dir: {file} is a symbolic link, and links in a run directory are not followed. "
+                        "Remove it, or choose another output.dir; that itself may be a link, to a larger disk for "
+                        "example."
+                    )
         # Workers that a launcher has started again after a failure mean the run that they have begun.
         again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
         overwrite = recipe.output.overwrite and not again
@@ -113,7 +108,7 @@ class RunDirectory:
             lock = _hold(path)
             previous = _find_previous(path, mode, overwrite)  # whoever held it until now may have changed it
         held = Path(lock.lock_file).stat() if lock is not None else None
-        return cls(path, previous, overwrite, lock, device_of(path), held)
+        return cls(path, previous, overwrite, lock, atomic_files.device_of(path), held)
 
     def had_checkpoints(self) -> bool:
         """Returns whether the run that the directory holds has written a checkpoint, be it there or not."""
@@ -123,23 +118,19 @@ class RunDirectory:
             return (self.path / "ledger.jsonl").exists()  # `run.json` is gone, which is older than this
         return "first_checkpoint" in before or "stopped" in before or max(steps) > steps[0]
 
-    def facts(self) -> dict[str, Any]:
-        """Returns `run.json` as it is now."""
-        return run_facts.read_facts(self.path)
-
     def note_checkpoint(self, step: int) -> None:
         """Writes into `run.json` that there is a checkpoint, and which code lies in it; rank 0 calls it.
 
         Raises:
             OSError: If it cannot be written.
         """
-        facts = self.facts()
+        facts = run_facts.read_facts(self.path)
         known = {"first_checkpoint": step, **facts}
         if trusted_code.SHIPPED in facts.get("code", {}):
             weights = self.checkpoints.local_folder(name_of(step)) / "model"
             known["code"] = trusted_code.sign_weights(facts["code"], weights)
         if known != facts:
-            self._put("run.json", json_text(known))
+            self._put("run.json", atomic_files.json_text(known))
 
     def make_again(self, backend: Backend) -> bool:
         """Makes the directory again, with what a run needs there, if somebody has deleted it; every rank calls it.
@@ -177,7 +168,7 @@ class RunDirectory:
         assert self._lock_file is not None
         file = Path(self._lock.lock_file)
         locked = file.exists() and os.path.samestat(file.stat(), self._lock_file)
-        if (locked and not missing) or device_of(self.path) != self._device:
+        if (locked and not missing) or atomic_files.device_of(self.path) != self._device:
             return []
         self.path.mkdir(parents=True, exist_ok=True)
         if not locked:
@@ -188,19 +179,17 @@ class RunDirectory:
             except filelock.Timeout:
                 return None
             self._lock, self._lock_file = lock, file.stat()
-        if (
-            "run.json" not in missing
-            and self.facts()["starts"] != json_files.parse(self._written["run.json"])["starts"]
-        ):
+        ours = json_files.parse(self._written["run.json"])["starts"]
+        if "run.json" not in missing and run_facts.read_facts(self.path)["starts"] != ours:
             return None
         (self.path / "checkpoints").mkdir(exist_ok=True)
         for name, text in self._written.items():
             if name in missing:
-                write_text(self.path / name, text)
+                atomic_files.write_text(self.path / name, text)
         return missing
 
     def _put(self, name: str, text: str) -> None:
-        write_text(self.path / name, text)
+        atomic_files.write_text(self.path / name, text)
         self._written[name] = text
 
     def create(self, backend: Backend, recipe: Recipe, facts: dict[str, Any], *, begin: dict[str, Any]) -> None:
@@ -224,12 +213,12 @@ class RunDirectory:
             )
 
     def _write(self, processes: int, recipe: Recipe, facts: dict[str, Any], begin: dict[str, Any]) -> None:
-        before, starts = self.previous or {}, self._earlier_starts()
+        before, starts = self.previous or {}, []
         if self._overwrite:
             for name in _LEFT:
-                remove_path(self.path / name)
+                atomic_files.remove_path(self.path / name)
         elif self.previous is not None:
-            self._rewind(begin["from_step"])
+            starts = self._rewind(begin["from_step"])
         (self.path / "checkpoints").mkdir(exist_ok=True)
         self._put("recipe.yaml", dump_recipe(recipe))
         now = {
@@ -239,13 +228,17 @@ class RunDirectory:
             "processes": processes,
             **begin,
         }
+        commit = None  # of the working directory, marked if files differ from it; None outside a repository
+        with suppress(OSError, subprocess.SubprocessError):
+            command = ["git", "describe", "--always", "--dirty", "--abbrev=40"]
+            commit = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
         versions = {"python": sys.version.split()[0], **{name: installed(name) for name in _LIBRARIES}}
-        known: dict[str, Any] = {"command": sys.argv, "versions": versions, "git_commit": _git_commit()}
+        known: dict[str, Any] = {"command": sys.argv, "versions": versions, "git_commit": commit or None}
         if "first_checkpoint" in before:
             known["first_checkpoint"] = before["first_checkpoint"]
         if code := trusted_code.sign_code(self.path, recipe):
             known["code"] = code
-        self._put("run.json", json_text({"starts": [*starts, now], **facts, **known}))
+        self._put("run.json", atomic_files.json_text({"starts": [*starts, now], **facts, **known}))
 
     def finish(self, backend: Backend, results: dict[str, Any], **more: Any) -> None:
         """Adds the results and more to `run.json`, on rank 0, and lets go of the directory.
@@ -255,12 +248,12 @@ class RunDirectory:
         """
 
         def write() -> None:
-            facts = self.facts() | more
+            facts = run_facts.read_facts(self.path) | more
             if "code" in facts:
                 facts["code"] = trusted_code.sign_weights(facts["code"], self.path / "model")
             facts["results"] = {key: value for key, value in results.items() if not key.startswith("_")}
             facts["stopped" if "stopped" in results else "finished"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-            self._put("run.json", json_text(facts))
+            self._put("run.json", atomic_files.json_text(facts))
 
         self.on_main(backend, write)
         self.release()
@@ -287,28 +280,28 @@ class RunDirectory:
         if problem is not None:
             raise CheckpointError(f"{problem} Make room or mend the file system, and start the same command again.")
 
-    def _earlier_starts(self) -> list[dict[str, Any]]:
-        """Returns the starts so far, the last with how far it came: `_rewind` takes the lines back that tell."""
+    def _rewind(self, step: int) -> list[dict[str, Any]]:
+        """Takes back the metrics and incidents of steps that will be taken again, and sets damaged lines aside.
+
+        Returns:
+            The starts so far, the last with how far it came, which the lines tell.
+        """
         before = self.previous or {}
         starts: list[dict[str, Any]] = before.get("starts", [])
-        file = self.path / run_facts.METRICS
-        lines = run_facts.read_metrics(self.path).whole if starts and file.exists() else []
-        if not lines or lines[-1]["step"] < starts[-1]["from_step"]:
-            return starts
-        ended = before.get("finished", before.get("stopped"))
-        reached = {"to_step": lines[-1]["step"], "last_logged": lines[-1].get("time"), "ended": ended}
-        return [*starts[:-1], {**starts[-1], **reached}]
-
-    def _rewind(self, step: int) -> None:
-        """Takes back the metrics and incidents of steps that will be taken again, and sets damaged lines aside."""
         readers = {run_facts.METRICS: run_facts.read_metrics, run_facts.INCIDENTS: run_facts.read_incidents}
         for name, read in readers.items():
             file = self.path / name
             if file.exists():
                 lines = read(self.path)
-                if (moved := set_damaged_lines_aside(file, lines)) is not None:
+                last = lines.whole[-1] if lines.whole else {"step": -1}
+                if starts and name == run_facts.METRICS and last["step"] >= starts[-1]["from_step"]:
+                    ended = before.get("finished", before.get("stopped"))
+                    reached = {"to_step": last["step"], "last_logged": last.get("time"), "ended": ended}
+                    starts = [*starts[:-1], {**starts[-1], **reached}]
+                if (moved := atomic_files.set_damaged_lines_aside(file, lines)) is not None:
                     warn(f"{moved}. The run is resumed without them: what they said is missing from reports.")
-                rewrite_lines(file, [line for line in lines.whole if line["step"] <= step])
+                atomic_files.rewrite_lines(file, [line for line in lines.whole if line["step"] <= step])
+        return starts
 
 
 def _find_previous(path: Path, mode: str, overwrite: bool) -> dict[str, Any] | None:
@@ -319,8 +312,7 @@ def _find_previous(path: Path, mode: str, overwrite: bool) -> dict[str, Any] | N
                 f"output.overwrite deletes what {path} holds, but resume is '{mode}'. Take one of the two out."
             )
         # Only what a run of this toolkit has left may be overwritten.
-        left = [name for name in _LEFT if (path / name).exists()]
-        found = [name for name in left if not (path / name).is_dir() or any((path / name).iterdir())]
+        found = [name for name in _LEFT if (path / name).is_file() or any((path / name).glob("*"))]
         if found and not _is_run(path):
             raise RecipeError(
                 f"output.overwrite: {path} holds {', '.join(found)}, but no run.json or ledger.jsonl of this toolkit, "
@@ -353,17 +345,6 @@ def _read(path: Path) -> dict[str, Any] | None:
         ) from error
 
 
-def _check_links(path: Path) -> None:
-    """Refuses links in a directory: they could lead what a run writes and deletes to other places."""
-    for name in (*_LEFT, *_MORE):
-        for file in (path / name, path / f"{name}.staging"):
-            if file.is_symlink():
-                raise RecipeError(
-                    f"output.dir: {file} is a symbolic link, and links in a run directory are not followed. Remove it, "
-                    "or choose another output.dir; that itself may be a link, to a larger disk for example."
-                )
-
-
 def _is_run(path: Path) -> bool:
     """Returns whether a directory holds a run, by a file that only runs write."""
     for name, key in (("run.json", "starts"), ("ledger.jsonl", "start")):
@@ -374,28 +355,22 @@ def _is_run(path: Path) -> bool:
     return False
 
 
-def _lock_file(path: Path) -> Path:
-    """Returns the file to lock: in the directory, or one of this machine where its file system has no locks."""
-    try:
-        file, reason = lock_file(path, ".lock")
-    except OSError as error:
-        raise CheckpointError(f"output.dir: {path} cannot be locked: {error.strerror or error}.") from error
-    if reason is None:
-        return file
-    print(
-        f"output.dir: the file system of {path} has no locks (flock: {reason}). {file} is locked instead, which keeps "
-        "a second run out on this machine only: start no run with this output.dir on another machine meanwhile, and "
-        "export from it only while no run is under way, since a checkpoint may be deleted while it is read. Mount the "
-        "file system with locks (`-o flock` for Lustre) to have both again.",
-        file=sys.stderr,
-        flush=True,
-    )
-    return file
-
-
 def _hold(path: Path) -> filelock.BaseFileLock:
     """Takes the directory for this process; the system gives it back when the process ends."""
-    lock = filelock.FileLock(_lock_file(path))
+    try:
+        file, reason = atomic_files.lock_file(path, ".lock")
+    except OSError as error:
+        raise CheckpointError(f"output.dir: {path} cannot be locked: {error.strerror or error}.") from error
+    if reason is not None:
+        print(
+            f"output.dir: the file system of {path} has no locks (flock: {reason}). {file} is locked instead, which "
+            "keeps a second run out on this machine only: start no run with this output.dir on another machine "
+            "meanwhile, and export from it only while no run is under way, since a checkpoint may be deleted while it "
+            "is read. Mount the file system with locks (`-o flock` for Lustre) to have both again.",
+            file=sys.stderr,
+            flush=True,
+        )
+    lock = filelock.FileLock(file)
     try:
         lock.acquire(timeout=0)
     except filelock.Timeout:
@@ -409,11 +384,3 @@ def _hold(path: Path) -> filelock.BaseFileLock:
                 f"output.dir: {path} is in use by {who}. Wait until that run has ended, or choose another output.dir."
             ) from error
     return lock
-
-
-def _git_commit() -> str | None:
-    """Returns the commit of the working directory, marked if files differ from it; None outside a repository."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40"]
-    with suppress(OSError, subprocess.SubprocessError):
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip() or None
-    return None

@@ -18,40 +18,24 @@ _NUMBER, _TEXT, _OBJECT = (float, type(None)), (str, type(None)), (dict, type(No
 _SHAPE: json_files.Shape = {
     "starts": [
         {
-            "time": str,
-            "host": str,
-            "pid": int,
-            "processes": int,
-            "data_ranks": int,
-            "from_step": int,
+            **dict.fromkeys(("time", "host"), str),
+            **dict.fromkeys(("pid", "processes", "data_ranks", "from_step"), int),
+            **dict.fromkeys(("ended", "resumed_from"), _TEXT),
             "to_step": (int, type(None)),
             "last_logged": _NUMBER,
-            "ended": _TEXT,
-            "resumed_from": _TEXT,
         }
     ],
     "first_checkpoint": int,
-    "finished": str,
-    "stopped": str,
+    "command": list,
     "results": {"ended_early": {"step": int, "best": {"by": _TEXT, "value": _NUMBER, "evaluations": int}}},
     "length": {"num_steps": int},
-    "identity": dict,
-    "precision": str,
-    "data": dict,
-    "launch": dict,
-    "runs": dict,
-    "versions": dict,
-    "command": list,
-    "base": _OBJECT,
-    "memory": _OBJECT,
-    "peak_memory": _OBJECT,
-    "kernels": _OBJECT,
-    "gradients": _OBJECT,
+    **dict.fromkeys(("finished", "stopped", "precision"), str),
+    **dict.fromkeys(("identity", "data", "launch", "runs", "versions"), dict),
+    **dict.fromkeys(("base", "memory", "peak_memory", "kernels", "gradients"), _OBJECT),
 }
-# Of a step, in numbers; what is not finite is null.
-_STEP: json_files.Shape = dict.fromkeys(
-    ("loss", "lr", "grad_norm", "tokens", "tokens_per_s", "step_s", "time", "validation_loss"), _NUMBER
-)
+STEP_NUMBERS = ("loss", "lr", "grad_norm", "tokens", "tokens_per_s", "step_s", "time")
+"""Keys of a line of metrics whose values are numbers, or null if they are not finite."""
+_STEP: json_files.Shape = dict.fromkeys((*STEP_NUMBERS, "validation_loss"), _NUMBER)
 _INCIDENT: json_files.Shape = {"step": int, "kind": str, "in_a_row": int, "micro_batches": [{"rows": [int]}]}
 
 
@@ -66,7 +50,7 @@ def read_facts(directory: Path) -> dict[str, Any]:
     try:
         facts: dict[str, Any] = json_files.read(file, _SHAPE, needed=["starts"])
     except (FileNotFoundError, NotADirectoryError) as error:
-        if (wrong := path_kinds.not_a_run(directory)) is not None:
+        if (wrong := path_kinds.why_not(directory, "run")) is not None:
             raise RecipeError(wrong) from error
         raise RecipeError(
             f"{directory} holds no run: it has no run.json. Give a run directory, such as runs/sample; `finetune runs` "
@@ -118,7 +102,11 @@ def read_metrics(directory: Path) -> Lines:
     Raises:
         OSError: If there is no such file.
     """
-    return read_whole_lines(directory / METRICS, _is_metric)
+
+    def is_metric(line: dict[str, Any]) -> bool:
+        return type(line.get("step")) is int and line["step"] >= 0 and json_files.shape_mismatch(line, _STEP) is None
+
+    return read_whole_lines(directory / METRICS, is_metric)
 
 
 def read_incidents(directory: Path) -> Lines:
@@ -127,17 +115,12 @@ def read_incidents(directory: Path) -> Lines:
     Raises:
         OSError: If it cannot be read.
     """
+
+    def is_incident(line: dict[str, Any]) -> bool:
+        needed = ("step", "kind", "in_a_row", "micro_batches")
+        return json_files.shape_mismatch(line, _INCIDENT, needed) is None and line["step"] > 0
+
     try:
         return read_whole_lines(directory / INCIDENTS, is_incident)
     except FileNotFoundError:
         return Lines([], {}, [])
-
-
-def is_incident(line: dict[str, Any]) -> bool:
-    """Returns whether a run writes such a line of incidents."""
-    needed = ("step", "kind", "in_a_row", "micro_batches")
-    return json_files.shape_mismatch(line, _INCIDENT, needed) is None and line["step"] > 0
-
-
-def _is_metric(line: dict[str, Any]) -> bool:
-    return type(line.get("step")) is int and line["step"] >= 0 and json_files.shape_mismatch(line, _STEP) is None

@@ -5,7 +5,6 @@ unless the recipe allows them. Processes, sharding, logging and the number of st
 size of micro-batches, unless the network has dropout or batch norms.
 """
 
-import difflib
 import os
 import time
 from collections.abc import Iterable
@@ -15,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from finetune.config.recipe import hint
 from finetune.config.recipe_schema import Recipe
 from finetune.data.rows.row_order import RowOrder
 from finetune.utils import json_files
@@ -38,19 +38,13 @@ def depends_on_micro_size(network: nn.Module) -> bool:
     A micro-batch's dropout masks are drawn from one stream of random numbers, and batch norms see all of its rows.
     """
     config: Any = getattr(network, "config", None)
-    if hasattr(config, "to_dict") and _drops(config.to_dict()):
-        return True
+    settings = [config.to_dict()] if hasattr(config, "to_dict") else []
     for module in network.modules():
-        if isinstance(module, torch_private.BatchNorm) or _drops(vars(module)):
+        if isinstance(module, torch_private.BatchNorm) or (isinstance(module, torch_private.Dropout) and module.p):
             return True
-        if isinstance(module, torch_private.Dropout) and module.p:
-            return True
-    return False
-
-
-def _drops(values: dict[str, Any]) -> bool:
-    """Returns whether one of these settings is a rate of dropout, or of the noise that experts are chosen with."""
-    rates = [value for name, value in values.items() if "drop" in name or "jitter" in name]
+        settings.append(vars(module))
+    # Rates of dropout, and of the noise that experts are chosen with.
+    rates = [rate for part in settings for name, rate in part.items() if "drop" in name or "jitter" in name]
     return any(isinstance(rate, int | float) and not isinstance(rate, bool) and rate for rate in rates)
 
 
@@ -62,13 +56,12 @@ def identity_of(recipe: Recipe, order: RowOrder, base: dict[str, Any] | None) ->
         base: The pretrained model, as `base_of` gives it.
     """
     tree = recipe.model_dump(mode="json")
+    scaling = ("rope_scaling",) if recipe.model.rope_scaling is not None else ()
     facts: dict[str, Any] = {}
     for name in ("task", "optim", "schedule", "lora"):
         facts |= _flatten(name, tree.get(name))
-    facts |= _flatten("model.config", tree["model"]["config"])
-    if recipe.model.rope_scaling is not None:
-        facts |= _flatten("model.rope_scaling", tree["model"]["rope_scaling"])
-    facts |= {f"model.{key}": tree["model"][key] for key in ("freeze", "quantization", "double_quantization", "fp8")}
+    for name in ("config", "freeze", "quantization", "double_quantization", "fp8", *scaling):
+        facts |= _flatten(f"model.{name}", tree["model"][name])
     if base is not None:
         # Not its name: on another machine the same model lies elsewhere.
         facts["model.name"] = base["digest"]
@@ -95,7 +88,12 @@ def base_of(recipe: Recipe) -> dict[str, Any] | None:
         return None
     folder = Path(section.name)
     if not folder.is_dir():
-        return {"name": section.name, "revision": section.revision, "digest": _commit(recipe)}
+        from huggingface_hub import try_to_load_from_cache
+
+        # The commit is the name of the folder in the local cache; configurations do not say it.
+        found = try_to_load_from_cache(section.name, "config.json", revision=section.revision)
+        commit = Path(found).parent.name if isinstance(found, str) else f"{section.name}@{section.revision}"
+        return {"name": section.name, "revision": section.revision, "digest": commit}
     try:
         files = sorted({file for pattern in _WEIGHTS for file in folder.glob(pattern)})
         contents = {file.name: _digest(file, Path(recipe.data.cache_dir) / "digests") for file in files}
@@ -132,16 +130,6 @@ def _facts(file: Path) -> list[int]:
     return [facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns]
 
 
-def _commit(recipe: Recipe) -> str:
-    """Returns the commit of a hub model: the name of its folder in the local cache; configurations do not say it."""
-    from huggingface_hub import try_to_load_from_cache
-
-    section = recipe.model
-    assert section.name is not None
-    found = try_to_load_from_cache(section.name, "config.json", revision=section.revision)
-    return Path(found).parent.name if isinstance(found, str) else f"{section.name}@{section.revision}"
-
-
 def _flatten(prefix: str, value: Any) -> dict[str, Any]:
     if isinstance(value, dict) and value:
         return {key: leaf for name, part in value.items() for key, leaf in _flatten(f"{prefix}.{name}", part).items()}
@@ -162,24 +150,20 @@ def compare_identities(saved: dict[str, Any], now: dict[str, Any], allowed: Iter
     sections = {key.rsplit(".", depth)[0] for key in known for depth in range(key.count(".") + 1)}
     for name in allowed:
         if name not in sections:
-            close = difflib.get_close_matches(name, sorted(sections), n=1, cutoff=0.5)
-            hint = f" Did you mean '{close[0]}'?" if close else ""
-            raise RecipeError(f"resume.allow: '{name}' is nothing that can differ between two runs.{hint}")
+            close = hint(name, sorted(sections))
+            raise RecipeError.of("", [f"resume.allow: '{name}' is nothing that can differ between two runs{close}"])
     different = [key for key in known if saved.get(key) != now.get(key)]
     permitted = [key for key in different if any(key == name or key.startswith(name + ".") for name in allowed)]
     refused = [key for key in different if key not in permitted]
     if refused:
-        listing = "; ".join(_difference(key, saved, now) for key in refused)
+        said = []
+        for key in refused:
+            there, here = (repr(facts[key]) if key in facts else "absent" for facts in (saved, now))
+            why = " (the network has dropout, whose masks depend on it, or batch norms)" if key == MICRO_SIZE else ""
+            content = key in ("data", "model.name")
+            said.append(f"{key}: other content" if content else f"{key}: {there} there, {here} here{why}")
         raise RecipeError(
-            f"{place} holds a run whose mathematics differ from this recipe's: {listing}. Choose another output.dir "
-            f"for a new run, or resume with the change by resume.allow=[{', '.join(refused)}]."
+            f"{place} holds a run whose mathematics differ from this recipe's: {'; '.join(said)}. Choose another "
+            f"output.dir for a new run, or resume with the change by resume.allow=[{', '.join(refused)}]."
         )
     return permitted
-
-
-def _difference(key: str, saved: dict[str, Any], now: dict[str, Any]) -> str:
-    if key in ("data", "model.name"):
-        return f"{key}: other content"
-    there, here = (repr(facts[key]) if key in facts else "absent" for facts in (saved, now))
-    why = " (the network has dropout, whose masks depend on it, or batch norms)" if key == MICRO_SIZE else ""
-    return f"{key}: {there} there, {here} here{why}"

@@ -3,12 +3,11 @@
 Everything that looks back at a run, finished or under way, reads it here. No torch: this starts at once.
 """
 
-import itertools
 import re
 import socket
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -19,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import psutil
 
-from finetune.checkpoint.checkpoint_store import CheckpointStore, open_store, step_of
-from finetune.checkpoint.run_facts import INCIDENTS, METRICS, RUN, Incident, is_incident, read_facts
+from finetune.checkpoint.checkpoint_store import open_store, step_of
+from finetune.checkpoint.run_facts import INCIDENTS, METRICS, RUN, STEP_NUMBERS, Incident, read_facts, read_incidents
 from finetune.config.recipe_schema import ranking
 from finetune.utils import json_files, yaml_files
 from finetune.utils.errors import CheckpointError
@@ -37,24 +36,8 @@ STATUSES: dict[Status, str] = {
 }
 """Meanings of statuses."""
 
-TRAINING = (
-    "step",
-    "epoch",
-    "loss",
-    "lr",
-    "grad_norm",
-    "tokens",
-    "tokens_per_s",
-    "step_s",
-    "data_s",
-    "forward_backward_s",
-    "optimizer_s",
-    "peak_memory_gib",
-    "mfu",
-    "skipped_steps",
-    "overflows",
-    "time",
-)
+_PHASES = ("data_s", "forward_backward_s", "optimizer_s")
+TRAINING = ("step", "epoch", *STEP_NUMBERS, *_PHASES, "peak_memory_gib", "mfu", "skipped_steps", "overflows")
 EVALUATION = ("step", "validation_loss", "validation_perplexity", "validation_accuracy", "validation_targets", "time")
 """Keys of an evaluation; those of metrics, which begin with `validation_` too, follow where there are some."""
 
@@ -173,7 +156,7 @@ class RunHistory:
 
     @property
     def best_name(self) -> str:
-        """The same in words."""
+        """That key, in words."""
         return ranking(self.best_by)[0].replace("_", " ")
 
     @property
@@ -196,12 +179,6 @@ class RunHistory:
         seconds, tokens = self._between(self.training["tokens"])
         return tokens / seconds if seconds > 0 else None
 
-    @property
-    def step_s(self) -> float | None:
-        """Seconds a step, likewise."""
-        seconds, steps = self._between(self.training["step"])
-        return seconds / steps if steps > 0 else None
-
     def _between(self, counts: Series) -> tuple[float, float]:
         """Seconds in training, and what was counted meanwhile, but for first steps."""
         steps = self.training["step"]
@@ -216,10 +193,10 @@ class RunHistory:
     @property
     def seconds_left(self) -> float | None:
         """Seconds of training, at its mean speed; None if that is not known."""
-        speed = self.step_s
-        if speed is None or self.num_steps is None:
+        seconds, steps = self._between(self.training["step"])
+        if steps <= 0 or self.num_steps is None:
             return None
-        return max(0, self.num_steps - self.step) * speed
+        return max(0, self.num_steps - self.step) * seconds / steps
 
     @property
     def training_seconds(self) -> Series:
@@ -256,7 +233,9 @@ class RunReader:
             only_outcome: Read the evaluations, the training line before each, and the newest one: fast for any run.
         """
         self._directory, self._only_outcome = directory, only_outcome
-        self._metrics, self._incidents = _Lines(directory / METRICS), _Lines(directory / INCIDENTS)
+        # Device and number of the file of metrics, and how much of it is read: of no file yet.
+        self._file: tuple[int, int] | None = (0, 0)
+        self._offset = 0
 
     def read(self) -> RunHistory:
         """Returns the run as it is now.
@@ -268,32 +247,69 @@ class RunReader:
         directory, now = self._directory, time.time()
         facts = read_facts(directory)
         try:
-            if self._metrics.was_replaced():
-                self._training, self._evaluations = _Columns(TRAINING), _Columns(EVALUATION)
-                self._samples: list[Sample] = []
-            self._metrics.take(_outcome if self._only_outcome else iter, self._add_metrics)
-            if self._incidents.was_replaced():
-                self._skipped: list[Incident] = []
-            self._incidents.take(iter, self._add_incident)
+            self._read_metrics()
+            journal = read_incidents(directory)
         except OSError as error:
             raise CheckpointError(f"{directory}: its metrics cannot be read: {error.strerror or error}.") from error
-        training, evaluations = self._training.arrays(), self._evaluations.arrays()
-        last_written = _last_written(directory)
-        status = _status(facts, self._skipped, training, last_written, now)
+        incidents: list[Incident] = []
+        for line in journal.whole:
+            _drop_from(incidents, line["step"])
+            incidents.append(Incident.from_line(line))
+        training = self._training.arrays()
+        written: list[float] = []
+        checkpoints: list[SavedCheckpoint] = []
+        recipe: Any = None
+        for name in (METRICS, "ledger.jsonl", INCIDENTS, RUN, "checkpoints"):
+            with suppress(OSError):
+                written.append((directory / name).stat().st_mtime)
+        store = open_store(directory)
+        for name in reversed(store.list_names()):
+            with suppress(OSError):  # without a manifest it is none
+                at = store.written_at(name)
+                checkpoints.append(SavedCheckpoint(step_of(name) or 0, at, Path(store.address(name))))
+        with suppress(OSError, ValueError):
+            recipe = yaml_files.parse((directory / "recipe.yaml").read_text(encoding="utf-8"))
+        last_written = max(written, default=0.0)
+        status = _status(facts, incidents, training["time"], now - last_written)
         return RunHistory(
             directory=directory,
             facts=facts,
-            recipe=_read_recipe(directory / "recipe.yaml"),
+            recipe=recipe if isinstance(recipe, dict) else {},
             training=training,
-            evaluations=evaluations,
+            evaluations=self._evaluations.arrays(),
             samples=tuple(self._samples),
-            incidents=tuple(self._skipped),
+            incidents=tuple(incidents),
             starts=_starts(facts, training, status, last_written),
-            checkpoints=tuple(_checkpoints(open_store(directory))),
+            checkpoints=tuple(checkpoints),
             status=status,
-            damaged_lines=self._metrics.damaged + self._incidents.damaged,
+            damaged_lines=self._damaged + len(journal.damaged),
             read_at=now,
         )
+
+    def _read_metrics(self) -> None:
+        """Takes in the whole lines since the last time, or all of them if the file is another one."""
+        found, size = None, 0
+        with suppress(FileNotFoundError):
+            facts = (self._directory / METRICS).stat()
+            found, size = (facts.st_dev, facts.st_ino), facts.st_size
+        # A restart replaces the file by one without the steps that are taken again.
+        if found != self._file or size < self._offset:
+            self._file, self._offset, self._damaged = found, 0, 0
+            self._training, self._evaluations = _Columns(TRAINING), _Columns(EVALUATION)
+            self._samples: list[Sample] = []
+        if found is None:
+            return
+        with (self._directory / METRICS).open("rb") as handle:
+            handle.seek(self._offset)
+            # A line that is being written is left for the next time.
+            content, end, _ = handle.read().rpartition(b"\n")
+        self._offset += len(content) + len(end)
+        lines = content.split(b"\n") if end else []
+        for line in _outcome(lines) if self._only_outcome else lines:
+            try:
+                self._add_metrics(json_files.parse(line))
+            except (ValueError, LookupError, TypeError, AttributeError, OverflowError):
+                self._damaged += 1
 
     def _add_metrics(self, line: dict[str, Any]) -> None:
         """Takes in a line. Where a restart logs steps again, the later lines count."""
@@ -312,68 +328,32 @@ class RunReader:
             _drop_from(self._samples, step)
             self._samples.append(Sample(step, str(line["sample"])))
 
-    def _add_incident(self, line: dict[str, Any]) -> None:
-        if not is_incident(line):
-            raise ValueError
-        _drop_from(self._skipped, line["step"])
-        self._skipped.append(Incident.from_line(line))
-
 
 def read_run(directory: Path, *, only_outcome: bool = False) -> RunHistory:
     """Returns a run as its directory has it now; see `RunReader`."""
     return RunReader(directory, only_outcome=only_outcome).read()
 
 
-class _Lines:
-    """The whole lines of a file that grows, each given once."""
-
-    def __init__(self, file: Path) -> None:
-        self._file = file
-        # Another one than that of any file.
-        self._which: tuple[int, int] | None = (0, 0)
-        self._offset = 0
-        self.damaged = 0
-
-    def was_replaced(self) -> bool:
-        """Returns whether the file is another one than at the last call, so that what was read of it counts no more."""
-        try:
-            facts = self._file.stat()
-        except FileNotFoundError:
-            which, size = None, 0
-        else:
-            which, size = (facts.st_dev, facts.st_ino), facts.st_size
-        # A restart replaces the file by one without the steps that are taken again.
-        replaced = self._which != which or size < self._offset
-        if replaced:
-            self._which, self._offset, self.damaged = which, 0, 0
-        return replaced
-
-    def take(self, choose: Callable[[Iterator[bytes]], Iterable[bytes]], add: Callable[[dict[str, Any]], None]) -> None:
-        """Gives the chosen lines since the last time to `add`, and counts those that it cannot take."""
-        for line in choose(self._new()):
-            try:
-                add(json_files.parse(line))
-            except (ValueError, LookupError, TypeError, AttributeError, OverflowError):
-                self.damaged += 1
-
-    def _new(self) -> Iterator[bytes]:
-        """Yields lines since the last time; one that is being written is left for the next."""
-        if self._which is not None:
-            with self._file.open("rb") as handle:
-                handle.seek(self._offset)
-                for line in itertools.takewhile(lambda line: line.endswith(b"\n"), handle):
-                    self._offset += len(line)
-                    yield line
+def loss_curves(run: RunHistory) -> list[tuple[str, Series, Series]]:
+    """Returns names, steps and values of the training and the validation losses that are numbers."""
+    curves = []
+    for name, steps, losses in (
+        ("training loss", run.training["step"], run.training["loss"]),
+        ("validation loss", run.evaluations["step"], run.evaluations["validation_loss"]),
+    ):
+        known = np.isfinite(losses)
+        curves.append((name, steps[known], losses[known]))
+    return curves
 
 
-def _outcome(lines: Iterator[bytes]) -> Iterator[bytes]:
+def _outcome(lines: Iterable[bytes]) -> Iterator[bytes]:
     """Yields evaluations, and the newest training line before each of them and at the end."""
     newest: list[bytes] = []
     for line in lines:
         if b'"validation_' in line:
             yield from (*newest, line)
             newest = []
-        elif not (line.startswith(b"{") and line.endswith(b"}\n")):
+        elif not (line.startswith(b"{") and line.endswith(b"}")):
             yield line  # damaged, and counted as that
         elif b'"grad_norm"' in line:
             newest = [line]
@@ -409,35 +389,7 @@ def _drop_from(found: list[Sample] | list[Incident], step: int) -> None:
         found.pop()
 
 
-def _read_recipe(file: Path) -> dict[str, Any]:
-    try:
-        tree = yaml_files.parse(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return tree if isinstance(tree, dict) else {}
-
-
-def _checkpoints(store: CheckpointStore) -> Iterator[SavedCheckpoint]:
-    for name in reversed(store.list_names()):
-        with suppress(OSError):  # without a manifest it is none
-            yield SavedCheckpoint(step_of(name) or 0, store.written_at(name), Path(store.address(name)))
-
-
-def _last_written(directory: Path) -> float | None:
-    times = []
-    for name in (METRICS, "ledger.jsonl", INCIDENTS, RUN, "checkpoints"):
-        with suppress(OSError):
-            times.append((directory / name).stat().st_mtime)
-    return max(times, default=None)
-
-
-def _status(
-    facts: dict[str, Any],
-    incidents: list[Incident],
-    training: dict[str, Series],
-    last_written: float | None,
-    now: float,
-) -> Status:
+def _status(facts: dict[str, Any], incidents: list[Incident], times: Series, quiet_s: float) -> Status:
     if "finished" in facts:
         return "finished"
     if "stopped" in facts:
@@ -447,10 +399,9 @@ def _status(
     start = facts["starts"][-1] if facts["starts"] else {}
     if start.get("host") == socket.gethostname():
         return "running" if _is_alive(start) else "lost"
-    times = training["time"][np.isfinite(training["time"])][-20:]
-    between = float(np.median(np.diff(times))) if len(times) > 1 else 0.0
-    quiet = now - (last_written or 0.0)
-    return "running" if quiet <= max(_QUIET_S, _QUIET_LINES * between) else "lost"
+    newest = times[np.isfinite(times)][-20:]
+    between = float(np.median(np.diff(newest))) if len(newest) > 1 else 0.0
+    return "running" if quiet_s <= max(_QUIET_S, _QUIET_LINES * between) else "lost"
 
 
 def _is_alive(start: dict[str, Any]) -> bool:
@@ -458,29 +409,25 @@ def _is_alive(start: dict[str, Any]) -> bool:
     begun = _seconds(start.get("time"))
     try:
         process = psutil.Process(int(start["pid"]))
-        if process.status() == psutil.STATUS_ZOMBIE:
-            return False
-        return begun is None or process.create_time() <= begun + _CLOCK_S
+        came_later = begun is not None and process.create_time() > begun + _CLOCK_S
+        return process.status() != psutil.STATUS_ZOMBIE and not came_later
     except (psutil.Error, LookupError, TypeError, ValueError):
         return False
 
 
 def _starts(
-    facts: dict[str, Any], training: dict[str, Series], status: Status, last_written: float | None
+    facts: dict[str, Any], training: dict[str, Series], status: Status, last_written: float
 ) -> tuple[Start, ...]:
     told: list[dict[str, Any]] = facts["starts"]
     steps, times = training["step"], training["time"]
-    logged = _latest(times)
-    # Whole seconds, and so before the last line that was written in the same.
-    ended = _seconds(facts.get("finished")) or _seconds(facts.get("stopped"))
-    if ended is not None and logged is not None:
-        ended = max(ended, logged)
     found = []
     for start, following in zip(told, [*told[1:], None], strict=True):
         begun, from_step = _seconds(start.get("time")) or 0.0, int(start.get("from_step", 0))
         if following is None:
-            end = None if status == "running" else ended or logged or last_written
-            to_step = int(steps[-1]) if len(steps) else None
+            logged, ended = _latest(times), _seconds(facts.get("finished", facts.get("stopped")))
+            # Whole seconds, and so before the last line that was written in the same.
+            end = max(ended, logged or ended) if ended else logged or last_written
+            to_step = int(steps[-1]) if len(steps) else 0
         else:
             # One that was killed has said nothing after its last line.
             until = _seconds(following.get("time")) or np.inf
@@ -491,12 +438,12 @@ def _starts(
         found.append(
             Start(
                 time=begun,
-                end=end if end is None else max(begun, float(end)),
+                end=None if following is None and status == "running" else max(begun, float(end)),
                 host=str(start.get("host", "?")),
                 pid=int(start.get("pid", 0)),
                 processes=int(start.get("processes", 1)),
                 from_step=from_step,
-                to_step=max(from_step, to_step or 0),
+                to_step=max(from_step, to_step),
                 resumed_from=start.get("resumed_from"),
             )
         )

@@ -17,7 +17,7 @@ from finetune.checkpoint.integrity import Files, NewFile
 from finetune.checkpoint.tensor_files import TensorFile, file_order
 from finetune.distributed.backend import Backend
 from finetune.distributed.state import tensor_shards
-from finetune.distributed.state.tensor_shards import Block, Exchange, Shard
+from finetune.distributed.state.tensor_shards import Block, Exchange
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,13 @@ class Snapshot:
     def __init__(
         self, backend: Backend, adapter_keys: dict[str, str] | None, infinite: Collection[str] = frozenset()
     ) -> None:
+        """
+        Args:
+            adapter_keys: The names that an adapter's file gives to parameters; None without adapters.
+            infinite: Buffers that may hold infinities, such as causal masks.
+        """
         self._backend, self._adapter_keys = backend, adapter_keys
-        # Buffers that may hold infinities.
-        self._infinite = infinite
+        self._infinite = {f"buffer/{name}" for name in infinite}
         # The rank that keeps each trained tensor, by parameter name, and what belongs to it; the same on every rank.
         self._owners: dict[str, int] = {}
         self._entries: list[_Entry] = []
@@ -74,12 +78,16 @@ class Snapshot:
         old = {entry.key: entry.copy for entry in self._entries}
         self._entries = []
         blocks: dict[str, tuple[Block, ...]] = {}
-        for key, piece in self._read(network, optimizer):
+        rest = backend.read_rest(network) if self._adapter_keys is None else ()
+        for key, piece in itertools.chain(backend.read_state(network, optimizer), rest):
             if piece.ranks:
                 blocks[key] = piece.blocks
             owner = self._owners.get(key.partition("/")[2], 0)
             if owner in piece.ranks or (not piece.ranks and owner == backend.rank):
-                copy = _copy(piece.local, old.get(key))
+                tensor, copy = piece.local, old.get(key)
+                if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
+                    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+                copy.copy_(tensor, non_blocking=True)
                 self._entries.append(_Entry(key, owner, self._place(key, owner), piece.shape, copy, piece.ranks))
         if blocks:
             self._agree(blocks)
@@ -122,7 +130,10 @@ class Snapshot:
                 whole = self._put_together(entry, scratch)
                 with noted():
                     if target is not None and whole is not None and not problems:
-                        self._check_finite(entry.key, whole)
+                        infinite = entry.key in self._infinite
+                        fits = whole.isnan().logical_not() if infinite else whole.isfinite()
+                        if whole.is_floating_point() and not bool(fits.all()):
+                            raise OSError(errno.EDOM, f"{entry.key} holds numbers that are not finite")
                         target.append(whole)
             with noted():
                 files |= target.close() if target is not None else {}
@@ -140,11 +151,6 @@ class Snapshot:
         if self._adapter_keys is not None:
             return "model/adapter_model.safetensors", self._adapter_keys[name]
         return f"model/model{number}.safetensors", name
-
-    def _read(self, network: nn.Module, optimizer: Any) -> Iterator[tuple[str, Shard]]:
-        yield from self._backend.read_state(network, optimizer)
-        if self._adapter_keys is None:
-            yield from self._backend.read_rest(network)
 
     def _agree(self, blocks: dict[str, tuple[Block, ...]]) -> None:
         """Tells all ranks which piece of which tensor lies where; they must go through them in the same order."""
@@ -170,13 +176,6 @@ class Snapshot:
     def _order(entry: _Entry) -> tuple[bool, tuple[int, str]]:
         """Weights before the optimiser's state; then as in files, so that those of all ranks grow side by side."""
         return entry.place[0].startswith("optimizer"), file_order(entry.copy.dtype, entry.place[1])
-
-    def _check_finite(self, key: str, whole: torch.Tensor) -> None:
-        kind, _, name = key.partition("/")
-        infinite = kind == "buffer" and name in self._infinite
-        fits = whole.isnan().logical_not() if infinite else whole.isfinite()
-        if whole.is_floating_point() and not bool(fits.all()):
-            raise OSError(errno.EDOM, f"{key} holds numbers that are not finite")
 
     def _put_together(self, entry: _Entry, scratch: torch.Tensor) -> torch.Tensor | None:
         """Returns a tensor that this rank keeps, as one dimension; of others, sends the piece to the rank that does."""
@@ -204,9 +203,3 @@ class Snapshot:
             for block in blocks:
                 block.within(shaped).copy_(block.of(piece))
         return whole
-
-
-def _copy(tensor: torch.Tensor, old: torch.Tensor | None) -> torch.Tensor:
-    if old is None or old.shape != tensor.shape or old.dtype != tensor.dtype:
-        old = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-    return old.copy_(tensor, non_blocking=True)

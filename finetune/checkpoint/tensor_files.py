@@ -32,7 +32,6 @@ _DTYPES = {
     torch.bool: "BOOL",
 }
 _BY_NAME = {name: dtype for dtype, name in _DTYPES.items()}
-_ORDER = list(_DTYPES)
 
 Specs = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 """Type and shape of tensors, by name."""
@@ -40,7 +39,7 @@ Specs = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 def file_order(dtype: torch.dtype, name: str) -> tuple[int, str]:
     """Returns a key that sorts tensors as they follow each other in a file."""
-    return _ORDER.index(dtype), name
+    return list(_DTYPES).index(dtype), name
 
 
 class TensorFile:

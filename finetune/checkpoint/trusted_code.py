@@ -7,7 +7,6 @@ lies in this user's home and never in a run directory. What is signed is where t
 written beside weights, its content: a signature that is copied into another run directory vouches for no other code.
 """
 
-import contextlib
 import hashlib
 import hmac
 import json
@@ -17,6 +16,7 @@ import stat
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
@@ -45,15 +45,11 @@ def check_code(run: Path, recipe: Recipe, runs: Iterable[str], weights: Path | N
     named = _code_of(recipe)
     if weights is not None and SHIPPED in named and (content := _shipped_in(weights)) is not None:
         named[SHIPPED] = {**named[SHIPPED], f"the files in {weights}": [content]}
-    asked = {key: named[key] for key in runs if key in named}
-    if not asked:
-        return
     secret, signed = _secret(), _signatures(run)
-    for key, code in asked.items():
-        for what, texts in code.items():
-            if secret is None or not any(
-                hmac.compare_digest(_sign(secret, key, text), one) for text in texts for one in signed.get(key, ())
-            ):
+    for key in runs:
+        for what, texts in named.get(key, {}).items():
+            own = [] if secret is None else [_sign(secret, key, text) for text in texts]
+            if not any(hmac.compare_digest(one, other) for one in own for other in signed.get(key, ())):
                 raise RecipeError(
                     f"{run / 'recipe.yaml'} says {key}: {'true' if key == SHIPPED else what}, by which Python code "
                     f"{f'that ships with {what} ' if key == SHIPPED else ''}would run, and there is no record that "
@@ -92,13 +88,11 @@ def sign_weights(signed: Mapping[str, list[str]], folder: Path) -> dict[str, lis
 def _code_of(recipe: Recipe) -> dict[str, dict[str, list[str]]]:
     """Returns, by key of the recipe and name of the code, the texts that may stand for it, the likeliest first."""
     named: dict[str, dict[str, list[str]]] = {}
-    values = {
-        "task.name": ([recipe.task.name], recipe.task.args),
-        "task.loss": ([recipe.task.loss or ""], None),
-        "optim.name": ([recipe.optim.name], recipe.optim.args),
-        "eval.metrics": (recipe.eval.metrics, None),
-    }
-    for key, (names, arguments) in values.items():
+    for key in NAMED:
+        section, _, field = key.partition(".")
+        part = getattr(recipe, section)
+        value, arguments = getattr(part, field) or (), part.args if field == "name" else None
+        names = (value,) if isinstance(value, str) else value
         code = {name: [json.dumps([_origin(name), arguments], sort_keys=True)] for name in names if ":" in name}
         if code:
             named[key] = code
@@ -163,15 +157,10 @@ def _signatures(run: Path) -> dict[str, list[str]]:
 
 
 def _sign(secret: bytes, key: str, text: str) -> str:
-    return hmac.new(secret, json.dumps([_machine(), key, text]).encode(), hashlib.sha256).hexdigest()
-
-
-def _machine() -> str:
-    """Returns the machine's own number, where it has one: a home may be shared by several."""
-    try:
-        return Path("/etc/machine-id").read_text(encoding="utf-8").strip()
-    except (OSError, ValueError):
-        return ""
+    machine = ""  # its own number, where it has one: a home may be shared by several
+    with suppress(OSError, ValueError):
+        machine = Path("/etc/machine-id").read_text(encoding="utf-8").strip()
+    return hmac.new(secret, json.dumps([machine, key, text]).encode(), hashlib.sha256).hexdigest()
 
 
 def _secret(*, create: bool = False) -> bytes | None:
@@ -186,7 +175,7 @@ def _secret(*, create: bool = False) -> bytes | None:
                 made.write(secrets.token_bytes(_KEY_BYTES))
                 made.flush()
                 os.fsync(made.fileno())
-                with contextlib.suppress(FileExistsError):  # of two runs that start at once, one makes it
+                with suppress(FileExistsError):  # of two runs that start at once, one makes it
                     os.link(made.name, file)
         with open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW), "rb") as opened:
             facts, found = os.fstat(opened.fileno()), opened.read(_KEY_BYTES + 1)

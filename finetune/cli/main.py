@@ -101,6 +101,6 @@ def docs(parsed: argparse.Namespace) -> None:
 
 def ops(parsed: argparse.Namespace) -> None:
     """Compile native ops before the first run that needs them."""
-    from finetune.distributed.native_ops.native_ops import build_all
+    from finetune.distributed.native_ops import build_all
 
     build_all()

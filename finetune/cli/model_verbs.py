@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.cli import arguments
 from finetune.utils import hub_access
-from finetune.utils.compat.library_versions import untested_versions
+from finetune.utils.compat.library_versions import require_installed, untested_versions
 from finetune.utils.errors import RecipeError
 from finetune.utils.hub_access import go_offline_if_unreachable
 from finetune.utils.library_imports import silence_libraries
@@ -76,16 +76,15 @@ def _add_sampling_arguments(verb: argparse.ArgumentParser) -> None:
 def export(parsed: argparse.Namespace) -> None:
     """Write the adapter or merged model of a run, and verify it."""
     arguments.prepare_libraries()
-    from finetune.export import push_to_hub
-    from finetune.export.export_weights import export_weights
+    from finetune.export import export_weights
 
     if parsed.push_to is not None:
-        push_to_hub.check_login(parsed.push_to)  # before the work, not after it
+        export_weights.check_login(parsed.push_to)  # before the work, not after it
     to = Path(parsed.to) if parsed.to else None
     options = {name: getattr(parsed, name) for name in ("step", "base", "shard_size", "trust_remote_code")}
-    folder = export_weights(Path(parsed.run), parsed.kind, print, to=to, **options)
+    folder = export_weights.export_weights(Path(parsed.run), parsed.kind, print, to=to, **options)
     if parsed.push_to is not None:
-        print(f"Uploaded: {push_to_hub.push_folder(folder, parsed.push_to)}")
+        print(f"Uploaded: {export_weights.push_folder(folder, parsed.push_to)}")
 
 
 def generate(parsed: argparse.Namespace) -> None:
@@ -149,21 +148,19 @@ def _evaluate_harness(parsed: argparse.Namespace) -> None:
     for option, value in options.items():
         if value is not None and value < (least := _HARNESS_OPTIONS[option]):
             raise RecipeError(f"--{option.replace('_', '-')} is {value}; give {least} or more.")
-    from finetune.export import harness_results
-
-    harness_results.check_harness_is_installed()
+    require_installed("lm_eval", "--harness", extra="harness")
     opened = _open(parsed, exact=True)
     from finetune.export import evaluate_harness
 
     if opened.home is not None:
-        harness_results.read_results(opened.home)  # before the work, not after it
+        evaluate_harness.read_results(opened.home)  # before the work, not after it
     rows = evaluate_harness.evaluate_harness(opened, parsed.harness, chat=parsed.chat, **options)
     if parsed.json:
         print(json.dumps(rows, indent=2))
     else:
         plain_console().print(evaluate_harness.results_table(rows))
     if opened.home is not None:
-        arguments.to_stderr(f"Written: {harness_results.add_results(opened.home, rows)}")
+        arguments.to_stderr(f"Written: {evaluate_harness.add_results(opened.home, rows)}")
 
 
 def _open(parsed: argparse.Namespace, *, exact: bool = False) -> "LoadedModel":

@@ -9,7 +9,7 @@ from typing import Any
 import jinja2
 import yaml
 
-from finetune.config import recipe_paths
+from finetune.config import path_kinds
 from finetune.config.recipe import validate_recipe
 from finetune.config.recipe_schema import Recipe
 from finetune.distributed.gpu_specs import Gpu
@@ -60,7 +60,7 @@ def write_project(folder: Path, project: Project) -> list[str]:
         raise RecipeError("--task custom builds its own model and data, in task.py: leave --model and --data out.")
     length = _row_length(project)
     recipe = validate_recipe(yaml.safe_load(_render("recipe.yaml", project, row_length=length)))
-    recipe_paths.check_paths(recipe)
+    path_kinds.check_paths(recipe)
     text = _render("recipe.yaml", _seen_from(folder, project), row_length=length)
     files = {"task.py": _render("task.py", project)} if project.task == "custom" else {}
     launches, chosen, reason, changes = _choose_launch(recipe, custom=project.task == "custom")

@@ -89,10 +89,10 @@ def init(parsed: argparse.Namespace) -> None:
 
 def launch(parsed: argparse.Namespace) -> None:
     """Check a recipe and a launch file, then train."""
-    from finetune.config import recipe_paths
+    from finetune.config import path_kinds
 
     recipe = arguments.load_named_recipe(parsed)
-    recipe_paths.check_paths(recipe)
+    path_kinds.check_paths(recipe)
     if parsed.dry_run:
         from finetune.distributed.launch.predicted_environment import predict_environment
         from finetune.training.dry_run import describe
@@ -143,8 +143,8 @@ def data(parsed: argparse.Namespace) -> None:
     from finetune.utils.console import plain_console
 
     recipe = load_checked(parsed)
-    from finetune.tasks.task_data import without_validation
     from finetune.tasks.task_lookup import find_task
+    from finetune.tasks.task_parts import without_validation
 
     silence_libraries()
     prepared = find_task(recipe).build_data(recipe, False)

@@ -57,11 +57,15 @@ def audit(parsed: argparse.Namespace) -> int:
     from finetune.checkpoint import row_ledger
 
     directory = Path(parsed.run)
-    first, last = row_ledger.parse_steps(parsed.steps) if parsed.steps else (0, -1)
+    first, _, last = (parsed.steps or "0:-1").partition(":")
+    try:
+        listed = range(int(first), int(last or first) + 1)
+    except ValueError as error:
+        raise RecipeError(f"--steps {parsed.steps}: give A:B, such as 100:120, or one step.") from error
     found = row_ledger.audit_ledger(directory)
     print("\n".join(found.lines()))
     for entry in row_ledger.used_rows(directory):
-        if first <= entry.step + 1 <= last:
+        if entry.step + 1 in listed:
             print(f"step {entry.step + 1}: position {entry.position}, rows {' '.join(map(str, entry.rows.tolist()))}")
     return 0 if found.holds else 1
 

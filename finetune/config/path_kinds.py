@@ -1,16 +1,23 @@
-"""Kinds of files and folders, so that an error about a wrong path says what it is, and what to use instead."""
+"""Checks the paths that a recipe names, and tells what is at a path, before anything slow is imported.
 
+An error about a wrong path says what it is, and what to use instead.
+"""
+
+import glob
 import os
-from collections.abc import Mapping
+import stat
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
+from finetune.config.recipe import hint
+from finetune.config.recipe_schema import Recipe
 from finetune.utils import json_files
-from finetune.utils.errors import CheckpointError
+from finetune.utils.errors import CheckpointError, DataError, FinetuneError, RecipeError
 from finetune.utils.file_formats import GGUF, format_of
 
 Kind = Literal["run", "checkpoint", "adapter", "gguf", "dataset", "tokenizer", "model"]
+Wanted = Literal["run", "model", "tokenizer", "data"]
 
 _NAMES: dict[Kind, str] = {
     "run": "is a run directory of this toolkit",
@@ -20,6 +27,29 @@ _NAMES: dict[Kind, str] = {
     "dataset": "is a data set that `datasets` has saved",
     "tokenizer": "holds a tokenizer",
     "model": "holds a model",
+}
+_ADVICE: dict[Wanted, dict[Kind, str]] = {
+    "model": {
+        "gguf": "Its weights are mostly quantised: nothing is trained or opened in it. Name the model that it was made "
+        "from, as safetensors. If there is only this file, "
+        "`AutoModelForCausalLM.from_pretrained(FOLDER, gguf_file=FILE).save_pretrained(NEW_FOLDER)` of transformers "
+        "turns it into one, and `AutoTokenizer` likewise.",
+        "dataset": "Name it as data.train's path.",
+        "tokenizer": "Name it as tokenizer.name, and a model with its weights, or give the network's sizes in "
+        "model.config.",
+    },
+    "tokenizer": {
+        "run": "Name the folder with its tokenizer: {model}.",
+        "gguf": "Name the tokenizer of the model that it was made from.",
+        "dataset": "Name it as data.train's path.",
+    },
+    "data": {
+        "run": "Name the files that it was to learn from.",
+        "adapter": "Name files of documents.",
+        "gguf": "Name files of documents.",
+        "model": "Name files of documents. The model is named as model.name.",
+        "tokenizer": "Name files of documents. The tokenizer is named as tokenizer.name.",
+    },
 }
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
 
@@ -57,64 +87,28 @@ def kind_of(path: Path) -> Kind | None:
     return "model" if has("config.json") else None
 
 
-def not_a_model(path: Path) -> str | None:
-    """Returns why a path cannot be a model, and what to name instead; None if nothing is known against it."""
-    if kind_of(path) == "adapter":
-        return _about_adapter(path)
-    in_run = _weights_of(path)
-    advice: dict[Kind, str] = {
-        "run": in_run,
-        "checkpoint": in_run,
-        "gguf": "Its weights are mostly quantised: nothing is trained or opened in it. Name the model that it was made "
-        "from, as safetensors. If there is only this file, "
-        "`AutoModelForCausalLM.from_pretrained(FOLDER, gguf_file=FILE).save_pretrained(NEW_FOLDER)` of transformers "
-        "turns it into one, and `AutoTokenizer` likewise.",
-        "dataset": "Name it as data.train's path.",
-        "tokenizer": "Name it as tokenizer.name, and a model with its weights, or give the network's sizes in "
-        "model.config.",
-    }
-    return _refusal(path, "model", advice)
-
-
-def not_a_tokenizer(path: Path) -> str | None:
-    """Returns why a path cannot be a tokenizer, and what to name instead; None if nothing is known against it."""
-    in_run = f"Name the folder with its tokenizer: {path / 'model'}."
-    advice: dict[Kind, str] = {
-        "run": in_run,
-        "checkpoint": in_run,
-        "gguf": "Name the tokenizer of the model that it was made from.",
-        "dataset": "Name it as data.train's path.",
-    }
-    return _refusal(path, "tokenizer", advice)
-
-
-def not_data(path: Path) -> str | None:
-    """Returns why a path cannot be data, and what to name instead; None if nothing is known against it."""
-    in_run, documents = "Name the files that it was to learn from.", "Name files of documents."
-    advice: dict[Kind, str] = {
-        "run": in_run,
-        "checkpoint": in_run,
-        "adapter": documents,
-        "gguf": documents,
-        "model": f"{documents} The model is named as model.name.",
-        "tokenizer": f"{documents} The tokenizer is named as tokenizer.name.",
-    }
-    return _refusal(path, "data", advice)
-
-
-def not_a_run(path: Path) -> str | None:
-    """Returns why a path cannot be a run, and what to name instead; None if nothing is known against it."""
-    run = _run_of(path)
-    beside = "" if run is None else f"Its run is {run}."
-    return _refusal(path, "run", {kind: beside for kind in _NAMES if kind != "run"})
-
-
-def _refusal(path: Path, wanted: str, advice: Mapping[Kind, str]) -> str | None:
-    """Returns what a path is, if there is advice on its kind."""
+def why_not(path: Path, wanted: Wanted) -> str | None:
+    """Returns why a path cannot be what is wanted, and what to name instead; None if nothing is known against it."""
     kind = kind_of(path)
-    if kind is None or kind not in advice:
+    if kind is None or kind == wanted:
         return None
-    return f"{path} {_NAMES[kind]}, and no {wanted}. {advice[kind]}".rstrip()
+    if (wanted, kind) == ("model", "adapter"):
+        return _about_adapter(path)
+    if wanted == "run":
+        run = _run_of(path)
+        advice = "" if run is None else f"Its run is {run}."
+    elif wanted == "model" and kind in ("run", "checkpoint"):
+        inner = kind_of(path / "model")
+        to = " --to FOLDER" if kind == "checkpoint" else ""
+        adapter = ", which puts its adapter into the base" if inner == "adapter" else ""
+        advice = f"Run `finetune export {path} --as merged{to}`{adapter}, and name the folder that it writes."
+        if inner == "model":
+            advice = f"Its weights as a model are in {path / 'model'}: name that, or what `finetune export` writes."
+    elif (known := _ADVICE[wanted].get("run" if kind == "checkpoint" else kind)) is not None:
+        advice = known.format(model=path / "model")
+    else:
+        return None
+    return f"{path} {_NAMES[kind]}, and no {wanted}. {advice}".rstrip()
 
 
 def adapter_config(folder: Path) -> dict[str, Any]:
@@ -141,13 +135,12 @@ def _about_adapter(path: Path) -> str:
     of = f" for {base}" if base else ""
     named = base or "its base"
     run = _run_of(path)
-    if run is None:
-        merge = (
-            "put it into its base by `AutoPeftModelForCausalLM.from_pretrained(FOLDER).merge_and_unload()."
-            "save_pretrained(NEW_FOLDER)` of peft, and name that folder"
-        )
-        further = ""
-    else:
+    merge = (
+        "put it into its base by `AutoPeftModelForCausalLM.from_pretrained(FOLDER).merge_and_unload()."
+        "save_pretrained(NEW_FOLDER)` of peft, and name that folder"
+    )
+    further = ""
+    if run is not None:
         merge = f"run `finetune export {run} --as merged`, and name the folder that it writes"
         further = f" To train this adapter further, keep model.name: {named} and the `lora` section, with resume={run}."
     return (
@@ -156,17 +149,96 @@ def _about_adapter(path: Path) -> str:
     )
 
 
-def _weights_of(path: Path) -> str:
-    inner = path / "model"
-    if kind_of(inner) == "model":
-        return f"Its weights as a model are in {inner}: name that, or what `finetune export` writes."
-    to = " --to FOLDER" if kind_of(path) == "checkpoint" else ""
-    adapter = ", which puts its adapter into the base" if kind_of(inner) == "adapter" else ""
-    return f"Run `finetune export {path} --as merged{to}`{adapter}, and name the folder that it writes."
-
-
 def _run_of(path: Path) -> Path | None:
     """Returns the run that a checkpoint, or a folder inside a run, belongs to."""
     parents = Path(os.path.abspath(path)).parents[:3]
     found = next((parent for parent in parents if kind_of(parent) == "run"), None)
     return None if found is None else Path(os.path.relpath(found)) if not path.is_absolute() else found
+
+
+def check_paths(recipe: Recipe) -> None:
+    """Checks that the data files and model directories that a recipe names are there.
+
+    Names on the hub are not looked up, and nothing is read. A custom task may mean something else by these keys,
+    so nothing is checked for it.
+
+    Raises:
+        FinetuneError: With everything that is missing: `DataError` if that is data only.
+    """
+    if ":" in recipe.task.name:
+        return
+    problems: list[FinetuneError] = []
+    wanted: Wanted
+    for wanted, name in ("model", recipe.model.name), ("tokenizer", recipe.tokenizer.name):
+        if name is None:
+            continue
+        folder = Path(name)
+        # A name on the hub is `name` or `organisation/name`.
+        is_path = name.startswith(("/", "./", "../")) or name in (".", "..") or name.rstrip("/").count("/") > 1
+        if is_path and not folder.is_dir() and kind_of(folder) is None:
+            what = "a file" if folder.exists() else "not there"
+            problem = (
+                f"{wanted}.name is written as a path, {name}, and that is {what}{_nearest(folder)} (looked "
+                f"from {Path.cwd()}). Name a directory, or a model on the hub as `name` or `organisation/name`."
+            )
+            problems.append(RecipeError(problem))
+        elif (wrong := why_not(folder, wanted)) is not None:
+            problems.append(RecipeError(f"{wanted}.name: {wrong}"))
+    for source in (*recipe.data.train, *recipe.data.validation):
+        if source.path is not None:
+            try:
+                find_files(source.path)
+            except DataError as error:
+                problems.append(error)
+    if problems:
+        kind = DataError if all(isinstance(problem, DataError) for problem in problems) else RecipeError
+        raise kind(" ".join(map(str, problems)))
+
+
+def find_files(given: str) -> list[Path]:
+    """Returns what a source's `path` names: a file, a directory, or the files that a glob matches, sorted by name.
+
+    Links are followed. A file that a glob reaches by several names is taken once.
+
+    Raises:
+        DataError: If there is nothing, or something that is neither a file nor a directory.
+    """
+    # A name with brackets in it is first of all a name.
+    names = [given] if os.path.lexists(given) else glob.glob(given, recursive=True)
+    if not names:
+        raise DataError(
+            f"There is no file {given}{_nearest(Path(given))} (looked from {Path.cwd()}). Relative paths count from "
+            "the working directory; correct the path, or the glob so that it matches."
+        )
+    # A link to a directory above itself has every file below it match many times: the shortest name stays.
+    found: dict[str, Path] = {}
+    for path in sorted(map(Path, names), key=lambda path: (len(path.parts), path)):
+        found.setdefault(os.path.realpath(path), path)
+    files = [path for path in sorted(found.values()) if not path.is_dir() or len(found) == 1]
+    for path in files:
+        try:
+            mode = path.stat().st_mode
+        except OSError as error:
+            link = f"is a link to {os.readlink(path)}, which" if path.is_symlink() else "is there, but"
+            raise DataError(
+                f"{path} {link} cannot be opened: {error.strerror or error}. Check data.train and data.validation."
+            ) from error
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # a pipe blocks, and a device never ends
+            kind = "named pipe" if stat.S_ISFIFO(mode) else "socket" if stat.S_ISSOCK(mode) else "device"
+            raise DataError(
+                f"{path} is a {kind}, and data is read from files, several times. Write it to a file and name that."
+            )
+        if (wrong := why_not(path, "data")) is not None:
+            raise DataError(wrong)
+    return files
+
+
+def _nearest(path: Path) -> str:
+    """Returns a hint at a similar name beside the path, or beside the first folder that is missing."""
+    if glob.has_magic(str(path)):
+        return ""
+    while not path.parent.is_dir() and path.parent != path:
+        path = path.parent
+    with suppress(OSError):
+        return hint(path.name, os.listdir(path.parent))
+    return ""

@@ -123,15 +123,14 @@ def place_of(key: str, file: str | Path, lines: Mapping[str, int]) -> str:
 
 def _lines(node: yaml.Node | None, prefix: str) -> dict[str, int]:
     found: dict[str, int] = {}
+    items: list[tuple[str, yaml.Node, yaml.Node]] = []
     if isinstance(node, yaml.MappingNode):
-        for name, value in node.value:
-            if name.value == "<<":  # keys that are merged in do not override those beside it
-                found = {**_lines(value, prefix), **found}
-                continue
-            key = f"{prefix}{name.value}"
-            found |= {key: name.start_mark.line + 1, **_lines(value, f"{key}.")}
+        items = [(str(name.value), name, value) for name, value in node.value]
     elif isinstance(node, yaml.SequenceNode):
-        for number, value in enumerate(node.value):
-            key = f"{prefix}{number}"
-            found |= {key: value.start_mark.line + 1, **_lines(value, f"{key}.")}
+        items = [(str(number), value, value) for number, value in enumerate(node.value)]
+    for name, place, value in items:
+        if name == "<<":  # keys that are merged in do not override those beside it
+            found = {**_lines(value, prefix), **found}
+        else:
+            found |= {f"{prefix}{name}": place.start_mark.line + 1, **_lines(value, f"{prefix}{name}.")}
     return found

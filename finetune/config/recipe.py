@@ -129,17 +129,14 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
             raise RecipeError(
                 f"{file.name} is a launch file that ships, not a recipe. {file_kinds.PLACES[file_kinds.LAUNCH]}"
             ) from error
-        raise RecipeError.of(
-            str(file),
-            [f"Cannot read the recipe {file}: {reason}{hint(file.name, known)}"],
-            f"Name a YAML file, or one of the recipes that ship: {', '.join(known)}.",
-        ) from error
+        problem = f"Cannot read the recipe {file}: {reason}{hint(file.name, known)}"
+        advice = f"Name a YAML file, or one of the recipes that ship: {', '.join(known)}."
+        raise RecipeError.of(str(file), [problem], advice) from error
     try:
         tree = parse(text, _Loader)
     except YamlProblem as error:
         raise RecipeError(f"{error.at(file)}: the recipe is not valid YAML: {error}.") from error
-    if tree is None:
-        tree = {}
+    tree = {} if tree is None else tree
     if not isinstance(tree, dict):
         raise RecipeError(f"{file} must hold keys and values, got {_kind(tree)}.")
     if (other := file_kinds.other_kind(tree, file_kinds.RECIPE)) is not None:
@@ -270,7 +267,14 @@ def _conflicts(recipe: Recipe, tasks: Mapping[str, TaskTraits] | None) -> Iterab
             f"{recipe.batch.global_size}; sizes that do: {allowed}"
         )
     yield from task_conflicts(recipe, (tasks or {}).get(recipe.task.name, TaskTraits()))
-    yield from _chat_conflicts(recipe)
+    for side in ("train", "validation") if recipe.chat is None else ():
+        for number, source in enumerate(getattr(recipe.data, side)):
+            if source.format != "auto" or source.fields:
+                yield f"data.{side}.{number}: `format` and `fields` need a `chat` section; add `chat: {{}}`"
+    if recipe.chat is not None and recipe.data.packing == "wrapped":
+        yield "data.packing: `wrapped` cuts through conversations; set `documents` or `padded`"
+    if recipe.chat is not None and recipe.data.lowercase:
+        yield "data.lowercase: conversations are read as they are written; remove it"
 
 
 def source_conflicts(recipe: Recipe) -> Iterable[str]:
@@ -329,20 +333,6 @@ def task_conflicts(recipe: Recipe, task: TaskTraits) -> Iterable[str]:
             )
 
 
-def _chat_conflicts(recipe: Recipe) -> Iterable[str]:
-    """Yields problems between the `chat` section and the others."""
-    if recipe.chat is None:
-        for side in ("train", "validation"):
-            for number, source in enumerate(getattr(recipe.data, side)):
-                if source.format != "auto" or source.fields:
-                    yield f"data.{side}.{number}: `format` and `fields` need a `chat` section; add `chat: {{}}`"
-        return
-    if recipe.data.packing == "wrapped":
-        yield "data.packing: `wrapped` cuts through conversations; set `documents` or `padded`"
-    if recipe.data.lowercase:
-        yield "data.lowercase: conversations are read as they are written; remove it"
-
-
 def divisors(number: int) -> list[int]:
     """Returns the divisors of a positive number, in order."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
@@ -366,6 +356,7 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     node: Any = tree
     for depth, key in enumerate(keys):
         place = ".".join(keys[:depth])
+        slot: Any = key
         if isinstance(node, list):
             # One past the end adds an item.
             if not key.isdecimal() or int(key) > len(node):
@@ -373,21 +364,18 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
                     f"The override '{override}': '{place}' is a list of {len(node)}; "
                     f"'{key}' is not one of 0 to {len(node)}."
                 )
-            slot: Any = int(key)
-            if slot == len(node):
-                node.append(None)
+            slot = int(key)
+            node += [None] * (slot == len(node))
         elif isinstance(node, dict):
-            slot = key
+            node.setdefault(key)
         else:
             raise RecipeError(f"The override '{override}': '{place}' is {_kind(node)} and has no keys.")
         if depth == len(keys) - 1:
             node[slot] = parsed
-            tree.update(write_out(tree))
-            return
-        below = node[slot] if isinstance(node, list) else node.get(slot)
-        if below is None:
+        elif node[slot] is None:
             node[slot] = [] if keys[depth + 1] == "0" else {}
         node = node[slot]
+    tree.update(write_out(tree))
 
 
 # Keys that decide which weights or tokens are trained: a wrong guess would train something else.

@@ -318,15 +318,20 @@ class ChecksSection(Section):
     """Maximum fraction of JSON records in which an object has a key more than once; the last value is read."""
 
 
-def _names_or_expression(value: str | tuple[str, ...], other: str) -> str | tuple[str, ...]:
-    if not value:
-        raise ValueError(f"name at least one module, or {other}")
-    if isinstance(value, str):
-        try:
-            re.compile(value)
-        except re.error as error:
-            raise ValueError(f"the regular expression '{value}' does not compile: {error}") from error
-    return value
+def _modules(other: str) -> AfterValidator:
+    """Returns a validator of modules: their names, or one regular expression."""
+
+    def check(value: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
+        if value is not None and not value:
+            raise ValueError(f"name at least one module, or {other}")
+        if isinstance(value, str):
+            try:
+                re.compile(value)
+            except re.error as error:
+                raise ValueError(f"the regular expression '{value}' does not compile: {error}") from error
+        return value
+
+    return AfterValidator(check)
 
 
 def _size_or_auto(value: Any) -> int | Literal["auto"]:
@@ -335,15 +340,6 @@ def _size_or_auto(value: Any) -> int | Literal["auto"]:
     if type(value) is not int or value < 1:
         raise ValueError(f"give a whole number above 0, or `auto`; got {json.dumps(value, default=str)}")
     return value
-
-
-_OF_ONE_TYPE = {
-    "attention_factor": "yarn",
-    "beta_fast": "yarn",
-    "beta_slow": "yarn",
-    "low_freq_factor": "llama3",
-    "high_freq_factor": "llama3",
-}
 
 
 class RopeScalingSection(Section):
@@ -367,7 +363,9 @@ class RopeScalingSection(Section):
 
     @model_validator(mode="after")
     def _of_its_type(self) -> Self:
-        for key, kind in _OF_ONE_TYPE.items():
+        yarn, llama3 = ("attention_factor", "beta_fast", "beta_slow"), ("low_freq_factor", "high_freq_factor")
+        for key in (*yarn, *llama3):
+            kind = "yarn" if key in yarn else "llama3"
             if getattr(self, key) is not None and self.type != kind:
                 raise ValueError(f"`{key}` belongs to type `{kind}`, not to `{self.type}`")
         return self
@@ -395,7 +393,7 @@ class ModelSection(Section):
     """Computation of a language model's loss. `chunked`: by its head, some tokens at a time, so that the logits of all
     tokens never exist at once; `plain`: from all logits. `auto`: `chunked`, unless logits are scaled or capped after
     the head."""
-    freeze: str | tuple[str, ...] | None = None
+    freeze: Annotated[str | tuple[str, ...] | None, _modules("`null`")] = None
     """Without `lora`: modules that are not trained, with everything in them. Names such as `[embed_tokens]`, or one
     regular expression that matches full names, such as `model.layers.[0-7]`."""
     quantization: Literal["nf4", "fp4", "int8"] | None = None
@@ -417,11 +415,6 @@ class ModelSection(Section):
     trust_remote_code: bool = False
     """Run Python code that ships with the model. Off, because it is code from the internet."""
 
-    @field_validator("freeze")
-    @classmethod
-    def _meant(cls, value: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
-        return None if value is None else _names_or_expression(value, "`null`")
-
     @model_validator(mode="after")
     def _one_origin(self) -> Self:
         if self.name is not None and self.config is not None:
@@ -442,7 +435,7 @@ class LoraSection(Section):
     """The output of an adapter is scaled by `alpha` / `rank`."""
     dropout: Annotated[float, Field(ge=0.0, lt=1.0), "share"] = 0.0
     """Fraction of an adapter's inputs that is dropped at random during training."""
-    targets: str | tuple[str, ...] = "all-linear"
+    targets: Annotated[str | tuple[str, ...], _modules("`all-linear`")] = "all-linear"
     """Modules that get an adapter: `all-linear` (all but the output head), a list of names such as `[q_proj, v_proj]`,
     or one regular expression that matches full names."""
     rslora: bool = False
@@ -460,11 +453,6 @@ class LoraSection(Section):
         if self.init == "orthogonal" and self.rank % 2:
             raise ValueError(f"`orthogonal` needs an even `rank`, got {self.rank}")
         return self
-
-    @field_validator("targets")
-    @classmethod
-    def _meant(cls, value: str | tuple[str, ...]) -> str | tuple[str, ...]:
-        return _names_or_expression(value, "`all-linear`")
 
 
 class TaskSection(Section):

@@ -1,6 +1,5 @@
 """Label names to class numbers."""
 
-import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -68,8 +67,7 @@ class ClassList:
         """
         unfit: tuple[str, ...] = ()
         for classes in known:
-            found = _among(classes, labels, num_labels)
-            if found is not None:
+            if (found := _among(classes, labels, num_labels)) is not None:
                 return replace(found, unfit=unfit)
             unfit = (*unfit, *filter(None, [classes.unfit]))
         texts = sorted(label for label in labels if isinstance(label, str))
@@ -81,8 +79,7 @@ class ClassList:
             )
         if texts:
             bare = Counter(text.strip() for text in texts)
-            alike = [text for text in texts if bare[text.strip()] > 1]
-            if alike:
+            if alike := [text for text in texts if bare[text.strip()] > 1]:
                 raise DataError(
                     f"The labels {some([repr(text) for text in alike])} differ in white space alone, and would be "
                     "classes of their own. Write each class in one way."
@@ -101,14 +98,13 @@ class ClassList:
                 f"{count - 1}. Number the classes from 0, or correct task.num_labels."
             )
         if num_labels is None and len(numbers) != count:
-            present = set(numbers)
-            # Of a label such as an id there is no list of those below it.
-            missing = list(itertools.islice((n for n in range(count) if n not in present), _SHOWN))
+            missing = next(place for place, number in enumerate(numbers) if place != number)
             raise DataError(
-                f"The labels go up to {numbers[-1]}, but {some(missing, count - len(numbers))} never occur. Number "
-                f"the classes from 0 without gaps, or set task.num_labels to {count} if these are real classes."
+                f"The labels go up to {numbers[-1]}, but {count - len(numbers)} below it never occur, the first is "
+                f"{missing}. Number the classes from 0 without gaps, or set task.num_labels to {count} if these are "
+                "real classes."
             )
-        return ClassList(count, tuple(map(str, range(count))), {number: number for number in range(count)})
+        return ClassList(count, tuple(map(str, range(count))), {n: n for n in range(count)}, unfit=unfit)
 
     def notes(self) -> tuple[str, ...]:
         """Lists what a reader should know of the names, in a line each."""
@@ -122,8 +118,7 @@ class ClassList:
         Raises:
             DataError: If a label is no class of the training documents.
         """
-        unknown = [label for label in labels if label not in self.number_of]
-        if unknown:
+        if unknown := [label for label in labels if label not in self.number_of]:
             raise DataError(
                 f"The validation documents have labels that no training document has: {some(unknown)}; known are "
                 f"{some(list(self.number_of))}. Correct the labels, or add such documents to data.train."
@@ -131,10 +126,10 @@ class ClassList:
         return np.array([self.number_of[label] for label in labels], np.int64)[codes]
 
 
-def some(labels: Sequence[Any], total: int | None = None) -> str:
-    """The first of some labels, and how many more there are; `total` where `labels` are only the first themselves."""
-    shown, more = labels[:_SHOWN], (total or len(labels)) - _SHOWN
-    return ", ".join(map(str, shown)) + (f" and {more} more" if more > 0 else "")
+def some(labels: Sequence[Any]) -> str:
+    """The first of some labels, and how many more there are."""
+    more = len(labels) - _SHOWN
+    return ", ".join(map(str, labels[:_SHOWN])) + (f" and {more} more" if more > 0 else "")
 
 
 def _padded(names: Sequence[str], count: int | None) -> tuple[str, ...]:
@@ -146,14 +141,14 @@ def _among(known: KnownClasses, labels: Sequence[int | str], num_labels: int | N
     """The known classes, with what each label means; None if the labels are others, and may be."""
     names = known.names
     number_of: dict[int | str, int] = {name: number for number, name in enumerate(names)}
-    texts = [label for label in labels if isinstance(label, str)]
-    numbers = [label for label in labels if isinstance(label, int)]
+    texts = {label for label in labels if isinstance(label, str)}
+    numbers = sorted(label for label in labels if isinstance(label, int))
     # What CSV writes as 1 is a class of that name, or the class of that number.
     named = {number: number_of[str(number)] for number in numbers if str(number) in number_of}
     placed = {number: number for number in range(len(names))}
     by_name, by_number = len(named) == len(numbers), all(number in placed for number in numbers)
     problem = None
-    if not (number_of.keys() >= set(texts) and (by_name or by_number)):
+    if not (number_of.keys() >= texts and (by_name or by_number)):
         problem = (
             f"The labels of the documents are {some(labels)}, but {known.origin} has the classes {some(names)}. A "
             "label must be one of these names, as it is written there, or a class's number from 0. Correct the labels, "
@@ -161,7 +156,7 @@ def _among(known: KnownClasses, labels: Sequence[int | str], num_labels: int | N
         )
     elif by_name and by_number and any(named[number] != number for number in numbers):
         problem = (
-            f"The labels {some(sorted(numbers))} are names of classes that {known.origin} has ({some(names)}), and "
+            f"The labels {some(numbers)} are names of classes that {known.origin} has ({some(names)}), and "
             "numbers of other ones. Write labels as texts in a file of JSON lines: names if these are meant."
         )
     elif num_labels is not None and (num_labels < len(names) or (num_labels > len(names) and not known.resizable)):
@@ -175,7 +170,6 @@ def _among(known: KnownClasses, labels: Sequence[int | str], num_labels: int | N
         return None
     # Documents of validation may have other numbers than those of training.
     spelled = {int(name): number for number, name in enumerate(names) if name.isascii() and name.isdecimal()}
-    by: dict[int, int] = spelled if spelled and by_name else placed
-    number_of |= by.items()
+    number_of |= (spelled if spelled and by_name else placed).items()
     every = _padded(names, num_labels)
     return ClassList(len(every), every, number_of, known)

@@ -2,8 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field
 
 from finetune.config.recipe_schema import ChecksSection
 from finetune.data.class_labels import some
@@ -31,6 +30,7 @@ COUNTED = {
     "overlap": "documents that are training documents too",
 }
 """Words for counts of a `SplitReport`."""
+_BOUNDS = {LOSSY: "max_lossy", MOJIBAKE: "max_mojibake", NUL: "max_nul", DUPLICATE_KEY: "max_duplicate_keys"}
 
 
 @dataclass(frozen=True)
@@ -127,10 +127,6 @@ class DataReport:
     notes: tuple[str, ...] = ()
     """Notes on the classes' names."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """The report as JSON-able values."""
-        return asdict(self)
-
     def sides(self) -> dict[str, SplitReport]:
         """The sides that there are, by their names."""
         sides = {"train": self.train, "validation": self.validation}
@@ -155,7 +151,7 @@ class DataReport:
             kind = "conversations" if split.chat is not None else "documents"
             rows = f"{split.rows:,} rows of {self.sequence_length} tokens from {split.documents:,} {kind}"
             parts.append(rows if not parts else f"{name} {split.rows:,} rows")
-            counted.update({what: count for count, what in _notes(split) if count})
+            counted.update(_notes(split))
             counted.update({WORDS[found.kind]: found.count for found in split.findings})
         lines = ["; ".join(parts)] if parts else []
         if counted:
@@ -175,23 +171,23 @@ class DataReport:
         return notes
 
 
-def _notes(split: SplitReport) -> list[tuple[int, str]]:
-    """Counts of what was found in the documents."""
-    notes = [
-        *((getattr(split, key), what) for key, what in COUNTED.items()),
-        *((count, f"conversations left out ({kind})") for kind, count in split.broken.items()),
-    ]
-    if split.chat is not None:
-        notes += [
-            (split.chat.unsupervised, "conversations left out (nothing to learn)"),
-            (split.chat.too_long, "conversations left out as too long"),
-            (split.chat.cut, "conversations cut"),
-            (split.chat.answers_cut, "answers cut"),
-            (split.chat.tools_dropped, "conversations without their tools"),
-            (split.chat.shared, "answers that begin inside a token of the prompt"),
-            *((count, f"conversations with `{name}` unwritten") for name, count in split.chat.unwritten.items()),
-        ]
-    return notes
+def _notes(split: SplitReport) -> dict[str, int]:
+    """What was found in the documents, and how often."""
+    notes = {
+        **{what: getattr(split, key) for key, what in COUNTED.items()},
+        **{f"conversations left out ({kind})": count for kind, count in split.broken.items()},
+    }
+    if (chat := split.chat) is not None:
+        notes |= {
+            "conversations left out (nothing to learn)": chat.unsupervised,
+            "conversations left out as too long": chat.too_long,
+            "conversations cut": chat.cut,
+            "answers cut": chat.answers_cut,
+            "conversations without their tools": chat.tools_dropped,
+            "answers that begin inside a token of the prompt": chat.shared,
+            **{f"conversations with `{name}` unwritten": count for name, count in chat.unwritten.items()},
+        }
+    return {what: count for what, count in notes.items() if count}
 
 
 def _split_lines(name: str, split: SplitReport) -> list[str]:
@@ -207,16 +203,12 @@ def _split_lines(name: str, split: SplitReport) -> list[str]:
         )
     if split.classes:
         lines.append(f"    classes: {_class_counts(split.classes)}")
-    found = [f"{count:,} {what}" for count, what in _notes(split) if count]
-    if found:
+    if found := [f"{count:,} {what}" for what, count in _notes(split).items()]:
         lines.append(f"    {', '.join(found)}")
-    for finding in split.findings:
-        lines.append(f"    {finding.count:,} of {finding.of:,} {WORDS[finding.kind]}; the first: {finding.example}")
-    if len(split.sources) > 1 or split.chat is not None:
-        lines.extend(
-            f"    {s.name}: {f'{s.format}, ' if s.format else ''}{s.documents:,} documents, {s.tokens:,} tokens"
-            for s in split.sources
-        )
+    lines += [f"    {f.count:,} of {f.of:,} {WORDS[f.kind]}; the first: {f.example}" for f in split.findings]
+    for source in split.sources if len(split.sources) > 1 or split.chat is not None else ():
+        form = f"{source.format}, " if source.format else ""
+        lines.append(f"    {source.name}: {form}{source.documents:,} documents, {source.tokens:,} tokens")
     for source in split.sources:
         if source.unread:
             more = f" and {len(source.unread) - _FIELDS} more" if len(source.unread) > _FIELDS else ""
@@ -229,23 +221,8 @@ def _class_counts(classes: dict[str, int]) -> str:
     return some([f"{name} {count:,}" for name, count in sorted(classes.items(), key=lambda item: -item[1])])
 
 
-def chat_report(facts: dict[str, Any], ends: dict[str, int]) -> ChatReport:
-    """Makes a report of `Facts`, as a dict, and of the tokens that end answers."""
-    return ChatReport(
-        supervised_share=facts["supervised"] / facts["tokens"] if facts["tokens"] else 0.0,
-        ended_share=facts["ended"] / facts["examples"] if facts["examples"] else 0.0,
-        ends=ends,
-        **{part.name: facts[part.name] for part in fields(ChatReport) if part.name in facts},
-    )
-
-
 def check_bounds(report: DataReport, bounds: ChecksSection, *, labelled: bool = False) -> None:
-    """Compares the report with the recipe's bounds.
-
-    Args:
-        report: What there is.
-        bounds: What may be.
-        labelled: Whether documents have classes, and so no end.
+    """Compares the report with the recipe's bounds; documents with classes have no end that is learned.
 
     Raises:
         DataError: With all of them that do not hold.
@@ -268,37 +245,24 @@ def _problems(split: SplitReport, bounds: ChecksSection, labelled: bool) -> Iter
         read += chat.too_long + chat.unsupervised
     kinds = ", ".join(f"{count} {kind}" for kind, count in split.broken.items())
     most = [
-        (
-            "max_broken",
-            bounds.max_broken,
-            broken,
-            read,
-            f"conversations are broken ({kinds}; the first: {split.first_broken})",
-        ),
-        ("max_too_long", bounds.max_too_long, too_long, read, "documents are longer than a row"),
-        ("max_unsupervised", bounds.max_unsupervised, unsupervised, read, "conversations hold nothing to learn"),
-        ("max_overlap", bounds.max_overlap, split.overlap, split.documents, "documents are training documents too"),
+        ("max_broken", broken, read, f"conversations are broken ({kinds}; the first: {split.first_broken})"),
+        ("max_too_long", too_long, read, "documents are longer than a row"),
+        ("max_unsupervised", unsupervised, read, "conversations hold nothing to learn"),
+        ("max_overlap", split.overlap, split.documents, "documents are training documents too"),
     ]
-    keys = {
-        LOSSY: ("max_lossy", bounds.max_lossy),
-        MOJIBAKE: ("max_mojibake", bounds.max_mojibake),
-        NUL: ("max_nul", bounds.max_nul),
-        DUPLICATE_KEY: ("max_duplicate_keys", bounds.max_duplicate_keys),
-    }
     for found in split.findings:
-        if found.kind in keys:
+        if found.kind in _BOUNDS:
             what = f"{WORDS[found.kind]} (the first: {found.example})"
-            most.append((*keys[found.kind], found.count, found.of, what))
+            most.append((_BOUNDS[found.kind], found.count, found.of, what))
     least = []
     if chat is not None:
-        least.append(("min_supervised", bounds.min_supervised, chat.supervised_share, "of the tokens are learned"))
+        least.append(("min_supervised", chat.supervised_share, "of the tokens are learned"))
     if not labelled:
         kind = "documents" if chat is None else "examples"
-        what = f"of the {kind} end in a special token that is learned"
-        least.append(("min_ended", bounds.min_ended, split.ended_share, what))
-    for key, bound, count, total, what in most:
-        if count > exact_product(bound, total):
+        least.append(("min_ended", split.ended_share, f"of the {kind} end in a special token that is learned"))
+    for key, count, total, what in most:
+        if count > exact_product(bound := getattr(bounds, key), total):
             yield f"{count:,} of {total:,} {what}, and checks.{key} is {bound:g}"
-    for key, bound, share, what in least:
-        if share < bound:
+    for key, share, what in least:
+        if share < (bound := getattr(bounds, key)):
             yield f"{share:.1%} {what}, and checks.{key} is {bound:g}"

@@ -1,9 +1,9 @@
 """From a recipe to rows: read, normalise, tokenise, pack, each step kept in the cache under its own key."""
 
 import time
-from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
-from functools import cached_property, partial
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,23 +11,21 @@ import numpy as np
 import numpy.typing as npt
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from finetune.config.recipe_schema import DataSection, Recipe, Source
+from finetune.config.recipe_schema import Recipe, Source
 from finetune.data.chat.chat_encoder import ChatEncoder
 from finetune.data.chat.chat_templates import find_template
 from finetune.data.class_labels import ClassList, KnownClasses
-from finetune.data.data_report import NO_END, DataReport, SourceReport, SplitReport, chat_report, check_bounds
+from finetune.data.data_report import NO_END, ChatReport, DataReport, SourceReport, SplitReport, check_bounds
 from finetune.data.prepared_cache import Cache, Entry
 from finetune.data.progress_bar import documents_bar
-from finetune.data.rows import packing
-from finetune.data.rows.row_dataset import TokenRows
+from finetune.data.rows import packed_rows
+from finetune.data.rows.packed_rows import TokenRows
 from finetune.data.sources.conversation_formats import RecordForm, Tolerance
-from finetune.data.sources.corpus import Corpus, open_source
-from finetune.data.sources.documents import Rules, held_out_digests
+from finetune.data.sources.corpus import Corpus, Rules, held_out_digests, open_source
 from finetune.data.text_issues import Finding, findings
-from finetune.data.tokenization import build_tokenizer, token_files
-from finetune.data.tokenization.build_tokenizer import load_tokenizer, train_tokenizer
-from finetune.data.tokenization.encoding import Encoder
+from finetune.data.tokenization import token_files, tokenizer
 from finetune.data.tokenization.memmap import map_array
+from finetune.data.tokenization.tokenizer import Encoder, load_tokenizer, train_tokenizer
 from finetune.utils.atomic_files import digest_of
 from finetune.utils.errors import DataError
 
@@ -52,13 +50,23 @@ class PreparedData:
 
 
 @dataclass(frozen=True)
+class _Tokens:
+    """A token folder."""
+
+    corpora: Sequence[Corpus]
+    folder: Path
+    facts: dict[str, Any]
+    digest: str
+
+
+@dataclass(frozen=True)
 class _Side:
     """One side of a token folder, packed."""
 
-    entry: Entry
-    side: str
+    tokens: _Tokens
+    name: str
     file: token_files.TokenFile
-    rows_entry: Entry
+    packed: Entry
     digest: str
 
 
@@ -71,8 +79,7 @@ def prepare_data(
     there is a process group, so that nobody waits inside a collective.
 
     Args:
-        recipe: What to prepare.
-        labelled: Whether documents have classes.
+        labelled: True if documents have classes.
         known: The classes of the pretrained classifier that the recipe starts from, if it does.
         quiet: Show no progress and do not say when this process waits.
 
@@ -86,11 +93,8 @@ class _Preparation:
     """The steps for one recipe, with what they share."""
 
     def __init__(self, recipe: Recipe, labelled: bool, known: KnownClasses | None, *, quiet: bool) -> None:
-        self._recipe = recipe
-        self._known = known
-        self._data: DataSection = recipe.data
-        self._quiet = quiet
-        self._labelled = labelled
+        self._recipe, self._data, self._chat = recipe, recipe.data, recipe.chat
+        self._labelled, self._known, self._quiet = labelled, known, quiet
         self._cache = Cache(Path(recipe.data.cache_dir), quiet=quiet)
         self._reused = True
         self._tolerance = Tolerance(lenient=recipe.checks.max_broken > 0)
@@ -106,61 +110,61 @@ class _Preparation:
                     f"data.validation.{number}.weight is {source.weight:g}, but evaluation reads every document once. "
                     "Remove the weight; `limit` reads fewer documents."
                 )
-        held_out = data.validation_fraction if data.train and not data.validation else 0.0
-        train_corpora, train_rules = self._open(data.train), self._rules(held_out)
+        train_corpora = self._open(data.train)
+        train_rules = self._rules(data.validation_fraction if data.train and not data.validation else 0.0)
         self._tokenizer = self._find_tokenizer(train_corpora, train_rules)
+        self._num_ids = tokenizer.num_ids(self._tokenizer)
+        self._identity = tokenizer.tokenizer_identity(self._tokenizer)
         self._encoder = self._find_encoder()
-        self._wrapping = build_tokenizer.wrapping_of(self._tokenizer) if self._labelled else build_tokenizer.Wrapping()
+        self._wrapping = tokenizer.wrapping_of(self._tokenizer) if self._labelled else tokenizer.Wrapping()
 
-        train = validation = None
+        sides: dict[str, _Side] = {}
         validation_corpora = self._open(data.validation)
         if data.train:
-            entry, digest = self._tokenise(train_corpora, train_rules)
-            if entry.facts[token_files.TRAIN] is None:
+            tokens = self._tokenise(train_corpora, train_rules)
+            if tokens.facts[token_files.TRAIN] is None:
                 raise DataError(
                     f"All documents of data.train are held out for validation ({data.validation_fraction:g} of them "
                     "by hash), and none is left to learn from. Lower data.validation_fraction, or add documents."
                 )
-            train = self._pack(entry, token_files.TRAIN, digest)
-            if entry.facts[token_files.HELD_OUT] is not None:
-                validation = self._pack(entry, token_files.HELD_OUT, digest)
+            sides["train"] = self._pack(tokens, token_files.TRAIN)
+            if tokens.facts[token_files.HELD_OUT] is not None:
+                sides["validation"] = self._pack(tokens, token_files.HELD_OUT)
         if data.validation:
-            entry, digest = self._tokenise(validation_corpora, self._rules(0.0))
-            validation = self._pack(entry, token_files.TRAIN, digest)
+            tokens = self._tokenise(validation_corpora, self._rules(0.0))
+            sides["validation"] = self._pack(tokens, token_files.TRAIN)
 
-        first = train or validation
-        assert first is not None
+        first = next(iter(sides.values()))
         classes = None
         if self._labelled:
             known = [self._known] if self._known is not None else []
-            named = [corpus for corpus in (*train_corpora, *validation_corpora) if corpus.classes]
-            known += [KnownClasses(corpus.classes, corpus.name) for corpus in named[:1]]
-            classes = ClassList.of(first.entry.facts["labels"], self._recipe.task.num_labels, known)
-        train_rows = self._rows(train, classes) if train else None
-        validation_rows = self._rows(validation, classes) if validation else None
-        for rows, documents in (
-            (train_rows, "The training documents"),
-            (validation_rows if data.validation else None, "The documents of data.validation"),
-        ):
-            if rows is not None and len(rows) == 0:
+            named = [corpus for corpus in (*train_corpora, *validation_corpora) if corpus.fields.classes]
+            known += [KnownClasses(corpus.fields.classes, corpus.name) for corpus in named[:1]]
+            classes = ClassList.of(first.tokens.facts["labels"], self._recipe.task.num_labels, known)
+        rows = {name: self._rows(side, classes) for name, side in sides.items()}
+        for name in rows:
+            # What is held out may be too little.
+            if len(rows[name]) == 0 and (name == "train" or data.validation):
                 raise DataError(
-                    f"{documents} fill no row of {data.sequence_length} tokens (packing {data.packing}, long_documents "
-                    f"{data.long_documents}, remainder {data.remainder}). Add documents, or lower data.sequence_length."
+                    f"data.{name}: its documents fill no row of {data.sequence_length} tokens (packing {data.packing}, "
+                    f"long_documents {data.long_documents}, remainder {data.remainder}). Add documents, or lower "
+                    "data.sequence_length."
                 )
+        reports = {name: self._report(side, rows[name], classes, sides.get("train")) for name, side in sides.items()}
         report = DataReport(
             sequence_length=data.sequence_length,
             packing=data.packing,
             vocabulary=self._num_ids,
-            train=self._report(train, train_rows, classes) if train else None,
-            validation=self._report(validation, validation_rows, classes, against=train) if validation else None,
+            train=reports.get("train"),
+            validation=reports.get("validation"),
             notes=classes.notes() if classes else (),
             seconds=time.monotonic() - began,
             reused=self._reused,
         )
         check_bounds(report, self._recipe.checks, labelled=self._labelled)
         return PreparedData(
-            train=train_rows,
-            validation=validation_rows or None,
+            train=rows.get("train"),
+            validation=rows.get("validation") or None,
             tokenizer=self._tokenizer,
             num_labels=classes.count if classes else None,
             label_names=classes.names if classes else (),
@@ -169,17 +173,17 @@ class _Preparation:
         )
 
     def _open(self, sources: Sequence[Source]) -> list[Corpus]:
-        chat, corpora = self._recipe.chat, []
+        corpora = []
         for source in sources:
             form = None
-            if chat is not None:
-                named = (source.format, source.fields, chat.roles, source.text_field)
+            if self._chat is not None:
+                named = (source.format, source.fields, self._chat.roles, source.text_field)
                 form = RecordForm(*named, strip=self._data.strip, tolerance=self._tolerance)
             corpora.append(open_source(source, labelled=self._labelled, form=form))
         return corpora
 
     def _rules(self, held_out: float) -> Rules:
-        if self._recipe.chat is not None:
+        if self._chat is not None:
             # What is hashed and kept is JSON, and what is said in it stays as it is.
             return Rules(False, False, held_out, False)
         return Rules(self._data.strip, self._data.lowercase, held_out, self._labelled)
@@ -193,6 +197,11 @@ class _Preparation:
         }
         return {**key, "split": "by class"} if rules.by_class else key
 
+    def _entry(self, name: str, build: Callable[[Path], dict[str, Any]]) -> Entry:
+        entry = self._cache.entry(name, build)
+        self._reused = self._reused and entry.reused
+        return entry
+
     def _held(self, corpora: Sequence[Corpus], rules: Rules) -> npt.NDArray[np.uint64] | None:
         """Finds what is held out, where a document's own hash does not say it."""
         if not rules.by_class:
@@ -203,12 +212,8 @@ class _Preparation:
             np.save(folder / _HELD, found, allow_pickle=False)
             return {"count": int(found.size)}
 
-        entry = self._built(self._cache.entry(f"held-{digest_of(self._key(corpora, rules))}", build))
+        entry = self._entry(f"held-{digest_of(self._key(corpora, rules))}", build)
         return map_array(entry.folder / _HELD, np.uint64) if entry.facts["count"] else np.array([], np.uint64)
-
-    def _built(self, entry: Entry) -> Entry:
-        self._reused = self._reused and entry.reused
-        return entry
 
     def _find_tokenizer(self, corpora: Sequence[Corpus], rules: Rules) -> PreTrainedTokenizerBase:
         vocab_size = self._recipe.tokenizer.vocab_size
@@ -219,7 +224,6 @@ class _Preparation:
                 "tokenizer.vocab_size trains a tokenizer on data.train, which is empty. Name a source in data.train, "
                 "or an existing tokenizer as tokenizer.name."
             )
-
         held = self._held(corpora, rules)
 
         def build(folder: Path) -> dict[str, Any]:
@@ -228,31 +232,21 @@ class _Preparation:
             trained.save_pretrained(str(folder))
             return {}
 
-        key = {"texts": self._key(corpora, rules), "vocab_size": vocab_size, "trainer": build_tokenizer.TRAINER_VERSION}
-        entry = self._built(self._cache.entry(f"tokenizer-{digest_of(key)}", build))
+        key = {"texts": self._key(corpora, rules), "vocab_size": vocab_size, "trainer": tokenizer.TRAINER_VERSION}
+        entry = self._entry(f"tokenizer-{digest_of(key)}", build)
         return AutoTokenizer.from_pretrained(str(entry.folder), trust_remote_code=False)
 
-    # Both read the whole vocabulary.
-    @cached_property
-    def _num_ids(self) -> int:
-        return build_tokenizer.num_ids(self._tokenizer)
-
-    @cached_property
-    def _identity(self) -> dict[str, Any]:
-        return build_tokenizer.tokenizer_identity(self._tokenizer)
-
     def _find_encoder(self) -> Encoder | ChatEncoder:
-        chat = self._recipe.chat
-        if chat is None:
+        if self._chat is None:
             return Encoder(self._tokenizer, num_workers=self._data.num_workers)
-        template = find_template(self._tokenizer, chat.template, chat.template_args)
-        if chat.template is not None:
+        template = find_template(self._tokenizer, self._chat.template, self._chat.template_args)
+        if self._chat.template is not None:
             # What is trained is what the saved tokenizer writes.
             self._tokenizer.chat_template = template.text
         return ChatEncoder(
             self._tokenizer,
             template,
-            chat,
+            self._chat,
             row_length=self._data.sequence_length,
             around=self._around(),
             tolerance=self._tolerance,
@@ -265,10 +259,11 @@ class _Preparation:
         eos = self._tokenizer.eos_token_id if self._data.add_eos and not self._labelled else None
         return bos, eos
 
-    def _tokenise(self, corpora: Sequence[Corpus], rules: Rules) -> tuple[Entry, str]:
+    def _tokenise(self, corpora: Sequence[Corpus], rules: Rules) -> _Tokens:
         # A template writes what goes around a conversation.
-        bos, eos = self._around() if self._recipe.chat is None else (None, None)
+        bos, eos = self._around() if self._chat is None else (None, None)
         held = self._held(corpora, rules)
+        places = [place for corpus in corpora for place in corpus.places]
 
         def build(folder: Path) -> dict[str, Any]:
             self._tolerance.restore({}, None)  # training a tokenizer has read the same records
@@ -279,38 +274,33 @@ class _Preparation:
                     rules,
                     self._encoder.encode_all,
                     num_ids=self._num_ids,
-                    bos=bos,
-                    eos=eos,
-                    restore=partial(build_tokenizer.restore_text, self._tokenizer),
+                    around=(bos, eos),
+                    restore=partial(tokenizer.restore_text, self._tokenizer),
                     tolerance=self._tolerance,
                     bar=bar,
                     held_digests=held,
                 )
-            return {
-                **counts,
-                "broken": dict(self._tolerance.counts),
-                "first_broken": self._tolerance.first,
-                "places": _places(corpora),
-            }
+            broken = {"broken": dict(self._tolerance.counts), "first_broken": self._tolerance.first}
+            return {**counts, **broken, "places": places}
 
-        key: dict[str, Any] = {"texts": self._key(corpora, rules), "bos": bos, "eos": eos}
-        key["tokenizer"] = self._identity
+        key: dict[str, Any] = {"texts": self._key(corpora, rules), "bos": bos, "eos": eos, "tokenizer": self._identity}
         if isinstance(self._encoder, ChatEncoder):
             key["chat"] = self._encoder.key(self._identity)
         digest = digest_of(key)
-        entry = self._built(self._cache.entry(f"tokens-{digest}", build))
-        return replace(entry, facts=_in_names_of(corpora, entry.facts)), digest
+        entry = self._entry(f"tokens-{digest}", build)
+        return _Tokens(corpora, entry.folder, _in_places(places, entry.facts), digest)
 
-    def _pack(self, entry: Entry, side: str, token_digest: str) -> _Side:
+    def _pack(self, tokens: _Tokens, side: str) -> _Side:
         data = self._data
-        room = data.sequence_length - sum(map(len, self._wrapping))
+        special = sum(map(len, self._wrapping))
+        room = data.sequence_length - special
         if room < 1:
             raise DataError(
-                f"data.sequence_length is {data.sequence_length}, which the {sum(map(len, self._wrapping))} special "
-                "tokens of this tokenizer fill alone. Raise it."
+                f"data.sequence_length is {data.sequence_length}, which the {special} special tokens of this tokenizer "
+                "fill alone. Raise it."
             )
         key = {
-            "tokens": token_digest,
+            "tokens": tokens.digest,
             "side": side,
             "packing": data.packing,
             "labelled": self._labelled,
@@ -319,62 +309,66 @@ class _Preparation:
             "long_documents": None if data.packing == "wrapped" or self._labelled else data.long_documents,
             "remainder": data.remainder if data.packing == "wrapped" else None,
         }
-
-        masked = self._recipe.chat is not None
-        file = token_files.TokenFile(entry.folder, side, entry.facts["dtype"], labelled=self._labelled, masked=masked)
+        masked = self._chat is not None
+        dtype = tokens.facts["dtype"]
+        file = token_files.TokenFile(tokens.folder, side, dtype, labelled=self._labelled, masked=masked)
 
         def build(folder: Path) -> dict[str, Any]:
             if self._labelled:
-                packed = packing.truncate_documents(file.offsets, room)
+                packed = packed_rows.pad_documents(file.offsets, room, "truncate", with_targets=False)
             elif data.packing == "wrapped":
                 keep = data.remainder == "keep"
-                packed = packing.wrap_stream(file.tokens.size, data.sequence_length, keep_remainder=keep)
+                packed = packed_rows.wrap_stream(file.tokens.size, data.sequence_length, keep_remainder=keep)
             elif data.packing == "padded":
-                packed = packing.pad_documents(file.offsets, data.sequence_length, data.long_documents)
+                packed = packed_rows.pad_documents(file.offsets, data.sequence_length, data.long_documents)
             else:
-                packed = packing.pack_documents(file.offsets, data.sequence_length, data.long_documents)
-            return packing.save_rows(packed, folder, file.mask)
+                packed = packed_rows.pack_documents(file.offsets, data.sequence_length, data.long_documents)
+            return packed_rows.save_rows(packed, folder, file.mask)
 
         digest = digest_of(key)
-        return _Side(entry, side, file, self._built(self._cache.entry(f"rows-{digest}", build)), digest)
+        return _Side(tokens, side, file, self._entry(f"rows-{digest}", build), digest)
 
     def _rows(self, side: _Side, classes: ClassList | None) -> TokenRows:
         file, numbers = side.file, None
         if classes is not None:
             assert file.labels is not None
-            numbers = classes.renumber(file.labels, side.entry.facts["labels"])
+            numbers = classes.renumber(file.labels, side.tokens.facts["labels"])
         return TokenRows(
             tokens=file.tokens,
-            packed=packing.load_rows(side.rows_entry.folder),
+            packed=packed_rows.load_rows(side.packed.folder),
             row_length=self._data.sequence_length,
-            padding_id=build_tokenizer.padding_id(self._tokenizer),
+            padding_id=tokenizer.padding_id(self._tokenizer),
             restarts=self._data.packing == "documents",
             fixed=self._data.packing != "padded",
             classes=numbers,
             wrapping=self._wrapping,
             mask=file.mask,
-            row_targets=map_array(side.rows_entry.folder / packing.ROW_TARGETS) if file.mask else None,
+            row_targets=map_array(side.packed.folder / packed_rows.ROW_TARGETS) if file.mask else None,
         )
 
-    def _report(
-        self, side: _Side, rows: TokenRows | None, classes: ClassList | None, against: _Side | None = None
-    ) -> SplitReport:
-        facts, counts, made = side.entry.facts, side.entry.facts[side.side], side.rows_entry.facts
+    def _report(self, side: _Side, rows: TokenRows, classes: ClassList | None, train: _Side | None) -> SplitReport:
+        facts, corpora = side.tokens.facts, side.tokens.corpora
+        counts, made = facts[side.name], side.packed.facts
         overlap = 0
-        if against is not None and against.entry is not side.entry:
-            overlap = int(np.isin(side.file.digests, against.file.digests).sum())
+        if train is not None and train.tokens is not side.tokens:
+            overlap = int(np.isin(side.file.digests, train.file.digests).sum())
         of_classes: dict[str, int] = {}
-        if classes is not None and rows is not None and rows.classes is not None:
+        if classes is not None and rows.classes is not None:
             documents = np.bincount(rows.classes, minlength=classes.count).tolist()
             of_classes = dict(zip(classes.names, documents, strict=True))
         found = findings(counts["issues"])
         chat, eos = None, self._tokenizer.eos_token_id
-        wants_end = not self._labelled and (self._data.add_eos or self._recipe.chat is not None)
+        wants_end = not self._labelled and (self._data.add_eos or self._chat is not None)
         total, ended = counts["documents"], 0
         if counts["chat"]:
-            name_of = self._tokenizer.convert_ids_to_tokens
-            chat = chat_report(counts["chat"], {str(name_of(int(n))): count for n, count in counts["ends"].items()})
-            total, ended = counts["chat"]["examples"], counts["chat"]["ended"]
+            said, name_of = counts["chat"], self._tokenizer.convert_ids_to_tokens
+            total, ended = said["examples"], said["ended"]
+            chat = ChatReport(
+                supervised_share=said["supervised"] / said["tokens"] if said["tokens"] else 0.0,
+                ended_share=ended / total if total else 0.0,
+                ends={str(name_of(int(token))): count for token, count in counts["ends"].items()},
+                **{part.name: said[part.name] for part in fields(ChatReport) if part.name in said},
+            )
         elif wants_end and eos is not None:
             ended = total - made["truncated"]
         if wants_end and eos is None and ended < total:
@@ -382,7 +376,7 @@ class _Preparation:
         around = made["rows"] * sum(map(len, self._wrapping))
         places = made["rows"] * self._data.sequence_length
         # Records of a source belong to neither side before they are read: said once, with the training side.
-        own = side.side == token_files.TRAIN
+        own = side.name == token_files.TRAIN
         # What was left out on purpose has no tokens either.
         left_out = chat.unsupervised + chat.too_long + chat.refused if chat else 0
         return SplitReport(
@@ -390,7 +384,7 @@ class _Preparation:
             useful_share=(made["pairs"] + around) / places if places else 0.0,
             empty=counts["empty"] + made["empty"] - left_out,
             sources=tuple(
-                SourceReport(s["name"], s["documents"], s["tokens"], s["format"], tuple(s["unread"]))
+                SourceReport(corpora[s["number"]].name, s["documents"], s["tokens"], s["format"], tuple(s["unread"]))
                 for s in counts["sources"]
             ),
             overlap=overlap,
@@ -409,32 +403,25 @@ def _digest(first: _Side, classes: ClassList | None) -> str:
     """Digest of the rows, and of the classes' numbers where the labels alone do not give these."""
     if classes is None or classes.known is None:
         return first.digest
-    plain = {label: n for n, label in enumerate(sorted(map(str, first.entry.facts["labels"])))}
-    numbers = {str(label): classes.number_of[label] for label in first.entry.facts["labels"]}
+    labels = first.tokens.facts["labels"]
+    plain = {label: n for n, label in enumerate(sorted(map(str, labels)))}
+    numbers = {str(label): classes.number_of[label] for label in labels}
     given = {label: int(label) for label in numbers if label.isdecimal()}
     return first.digest if numbers in (plain, given) else digest_of({"rows": first.digest, "classes": numbers})
 
 
-def _places(corpora: Sequence[Corpus]) -> list[str]:
-    return [place for corpus in corpora for place in corpus.places]
+def _in_places(places: Sequence[str], facts: dict[str, Any]) -> dict[str, Any]:
+    """Facts about tokens with the sources' present places: the same contents may have been tokenised from elsewhere."""
+    names = dict(zip(facts["places"], places, strict=True))
 
-
-def _in_names_of(corpora: Sequence[Corpus], facts: dict[str, Any]) -> dict[str, Any]:
-    """Facts about tokens with the sources' present names: the same contents may have been tokenised from elsewhere."""
-    names = dict(zip(facts["places"], _places(corpora), strict=True))
-
-    def renamed(where: str | None) -> str | None:
-        place = next((name for name in names if where and where.startswith(f"{name},")), None)
-        return where if where is None or place is None else names[place] + where[len(place) :]
+    def renamed(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: renamed(inner) for key, inner in value.items()}
+        place = next((name for name in names if isinstance(value, str) and value.startswith(f"{name},")), None)
+        return value if place is None else names[place] + value[len(place) :]
 
     now = {**facts, "first_broken": renamed(facts["first_broken"])}
     for side in (token_files.TRAIN, token_files.HELD_OUT):
-        if (counts := facts[side]) is not None:
-            issues = counts["issues"]
-            examples = {kind: renamed(example) for kind, example in issues["examples"].items()}
-            now[side] = {
-                **counts,
-                "issues": {**issues, "first": renamed(issues["first"]), "examples": examples},
-                "sources": [{**source, "name": corpora[source["number"]].name} for source in counts["sources"]],
-            }
+        if facts[side] is not None:
+            now[side] = {**facts[side], "issues": renamed(facts[side]["issues"])}
     return now

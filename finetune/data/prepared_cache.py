@@ -95,10 +95,15 @@ class Cache:
             if not known and total >= _SAID_FROM:
                 self._say(f"Checking {total / 1e9:,.0f} GB of prepared data in {folder}.")
             for name, (size, written) in files.items():
-                _check_file(folder / name, size, None if known else written)
-        except _DamageError as error:
+                file = folder / name
+                if file.is_symlink() or not file.is_file():
+                    raise _DamageError(f"is damaged ({name} is missing)")
+                if file.stat().st_size != size or (not known and file_digest(file) != written):
+                    raise _DamageError(f"is damaged ({name} is not what was written)")
+        except (_DamageError, OSError) as error:
+            problem = error if isinstance(error, _DamageError) else f"is damaged ({error})"
             # One process comes here, whichever it is.
-            print(f"The prepared data in {folder} {error}: it is made again.", file=sys.stderr, flush=True)
+            print(f"The prepared data in {folder} {problem}: it is made again.", file=sys.stderr, flush=True)
             return None
         if not known:
             with suppress(OSError):
@@ -158,29 +163,26 @@ class Cache:
     @contextmanager
     def _lock(self, name: str, *, there: bool) -> Iterator[None]:
         """Keeps other processes from a folder; `there` says that it has only to be checked."""
+        lock = filelock.FileLock(self._root / f"{name}.lock")
         try:
-            reason = why_unlockable(self._root)
-            if reason is not None:
+            if (reason := why_unlockable(self._root)) is not None:
                 # A lock of this machine would not do: processes of several machines may prepare the same data.
                 raise _NoLockError(
                     f"The cache directory {self._root} cannot be used: its file system has no locks (flock: {reason}), "
                     "and processes that prepare the same data need one. Set data.cache_dir to a directory on another "
                     "file system, such as a local disk."
                 )
-            lock = filelock.FileLock(self._root / f"{name}.lock")
             try:
                 lock.acquire(timeout=_SILENT_WAIT_S if there else 0)
             except filelock.Timeout:
-                # Of the ranks of a launch one is enough.
-                if os.environ.get("RANK", "0") == "0":
+                if os.environ.get("RANK", "0") == "0":  # of the ranks of a launch one is enough
                     what = "checking" if there else "preparing"
                     self._say(f"Waiting for another process that is {what} the same data.")
                 self._quiet = True
-                try:
-                    lock.acquire()
-                except KeyboardInterrupt as error:  # which the one that prepares it gets as well
-                    self._note_kept(error)
-                    raise
+                lock.acquire()
+        except KeyboardInterrupt as error:  # which the one that prepares it gets as well
+            self._note_kept(error)
+            raise
         except OSError as error:
             raise _NoLockError(str(self._unusable(error))) from error
         try:
@@ -236,14 +238,3 @@ def _read_index(folder: Path) -> tuple[dict[str, tuple[int, str]], dict[str, Any
     if more := {name for name in there - written if not name.startswith(".")}:
         raise _DamageError(f"is damaged ({min(more)} was not written there)")
     return files, facts
-
-
-def _check_file(file: Path, size: int, written: str | None) -> None:
-    """Checks that a file lies in its folder itself, with its size and, if one is given, its digest."""
-    try:
-        if file.is_symlink() or not file.is_file():
-            raise _DamageError(f"is damaged ({file.name} is missing)")
-        if file.stat().st_size != size or (written is not None and file_digest(file) != written):
-            raise _DamageError(f"is damaged ({file.name} is not what was written)")
-    except OSError as error:
-        raise _DamageError(f"is damaged ({file.name}: {error.strerror or error})") from error

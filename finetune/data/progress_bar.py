@@ -21,8 +21,7 @@ class Bar:
     """Documents that are done, and how far into the files they reach."""
 
     def __init__(self, display: Progress) -> None:
-        """Takes what shows it, with one task."""
-        self._display = display
+        self._display = display  # with one task
         self._documents = 0
 
     def say(self, text: str) -> None:
@@ -46,12 +45,7 @@ class Bar:
 
 @contextmanager
 def rows_bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar with the time left while open; it is advanced by how many more rows are done.
-
-    Args:
-        title: What is under way.
-        total: Rows.
-    """
+    """A bar with the time left while open; it is advanced by how many more rows are done."""
     columns = (TextColumn("{task.description}"), MofNCompleteColumn())
     console, hidden = Console(stderr=True), not sys.stderr.isatty()
     with progress_bar(console, *columns, transient=True, disable=hidden) as display:
@@ -64,7 +58,6 @@ def documents_bar(title: str, sizes: Sequence[int | None], *, quiet: bool) -> It
     """A bar with documents done and documents/s while open; with total and time left where all sizes are known.
 
     Args:
-        title: What is under way.
         sizes: Bytes of each source's files; None where nobody knows.
         quiet: Show and say nothing.
     """

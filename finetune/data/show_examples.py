@@ -1,5 +1,6 @@
 """Examples as tokens, with the learned ones marked."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -7,7 +8,7 @@ import numpy as np
 from rich.text import Text
 
 from finetune.data.rows.feed import Rows
-from finetune.data.rows.row_dataset import IGNORED, TokenRows
+from finetune.data.rows.packed_rows import IGNORED, TokenRows
 
 _LEARNED = "bold green"
 _READ = "dim"
@@ -18,57 +19,45 @@ def examples(rows: Rows, tokenizer: Any, label_names: Sequence[str], count: int,
     """The first examples of some rows: of this toolkit, or a custom task's own.
 
     Args:
-        label_names: Names of the classes, if there are any.
-        count: How many to show.
         coloured: Tell learned tokens by colour; else by brackets around each.
     """
     bold = "bold" if coloured else ""
     if not isinstance(rows, TokenRows):
         for number in range(min(count, len(rows))):
             yield Text(f"\nexample {number + 1}: {rows.num_targets(np.array([number])):,} targets", style=bold)
-            yield from (_tensor(name, values[0]) for name, values in rows.batch(np.array([number])).items())
+            for name, values in ((name, values[0]) for name, values in rows.batch(np.array([number])).items()):
+                first = ", ".join(f"{value:.4g}" for value in values.flatten()[:_SHOWN].tolist())
+                more = ", ..." if values.numel() > _SHOWN else ""
+                kind = str(values.dtype).removeprefix("torch.")
+                yield Text(f"{name}: {kind} of shape {tuple(values.shape)}: {first}{more}")
         return
     learned = "the class is" if rows.classes is not None else "those that are"
     how = "green" if coloured else "in [brackets]"
     yield Text(f"Tokens are divided by |; {learned} learned, and {how}")
-    if rows.classes is not None:
-        for number in range(min(count, len(rows))):
-            batch = {name: values[0] for name, values in rows.batch(np.array([number])).items()}
-            ids = batch["input_ids"][batch["attention_mask"] == 1].tolist()
-            name = label_names[int(batch["targets"])]
-            yield Text(f"\nexample {number + 1}: {len(ids):,} tokens, class ", style=bold).append(
-                name if coloured else f"[{name}]", style=_LEARNED if coloured else ""
-            )
-            yield _line(tokenizer, ids, [False] * len(ids), coloured=coloured)
-        return
-    for number, (ids, targets) in enumerate(_segments(rows, count), start=1):
-        total = int(targets.sum())
-        yield Text(f"\nexample {number}: {ids.size:,} tokens, {total:,} learned", style=bold)
+    for number, (ids, targets, label) in enumerate(itertools.islice(_documents(rows), count), start=1):
+        title = Text(f"\nexample {number}: {ids.size:,} tokens, ", style=bold)
+        if label is None:
+            yield title.append(f"{int(targets.sum()):,} learned")
+        else:
+            name = label_names[label] if coloured else f"[{label_names[label]}]"
+            yield title.append("class ").append(name, style=_LEARNED if coloured else "")
         yield _line(tokenizer, ids.tolist(), targets.tolist(), coloured=coloured)
 
 
-def _tensor(name: str, values: Any) -> Text:
-    first = ", ".join(f"{value:.4g}" for value in values.flatten()[:_SHOWN].tolist())
-    more = ", ..." if values.numel() > _SHOWN else ""
-    kind = str(values.dtype).removeprefix("torch.")
-    return Text(f"{name}: {kind} of shape {tuple(values.shape)}: {first}{more}")
-
-
-def _segments(rows: TokenRows, count: int) -> Iterator[tuple[Any, Any]]:
-    """Tokens of documents, and which of them are targets, as the batches have them."""
-    seen = 0
+def _documents(rows: TokenRows) -> Iterator[tuple[Any, Any, int | None]]:
+    """Tokens of documents, which of them are targets as the batches have them, and the class if there is one."""
     for row in range(len(rows)):
         batch = {name: values[0].numpy() for name, values in rows.batch(np.array([row])).items()}
+        if rows.classes is not None:
+            ids = batch["input_ids"][batch["attention_mask"] == 1]
+            yield ids, np.full(ids.size, False), int(batch["targets"])
+            continue
         begin = 0
         for segment in range(int(rows.packed.row_starts[row]), int(rows.packed.row_starts[row + 1])):
-            if seen == count:
-                return
-            seen += 1
             start, length = int(rows.packed.starts[segment]), int(rows.packed.lengths[segment])
             ids = np.append(batch["input_ids"][begin : begin + length], rows.tokens[start + length])
-            targets = np.append(False, batch["targets"][begin : begin + length] != IGNORED)
+            yield ids, np.append(False, batch["targets"][begin : begin + length] != IGNORED), None
             begin += length
-            yield ids, targets
 
 
 def _line(tokenizer: Any, ids: list[int], targets: list[bool], *, coloured: bool) -> Text:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from finetune.data.sources.conversation_formats import Conversation
-from finetune.data.sources.documents import Chosen
+from finetune.data.sources.corpus import Chosen
 
 NUL, MOJIBAKE, DUPLICATE_KEY, LOSSY = "nul", "mojibake", "duplicate_key", "lossy"
 
@@ -69,7 +69,7 @@ class Issues:
                 self._count(kind, item, example)
             if number < _SAMPLED_FIRST or item.digest % _SAMPLED_ONE_IN == 0:
                 self.sampled += 1
-                text = (plain_text(item.text) if chat else item.text.decode())[:_SAMPLED_CHARACTERS]
+                text = plain_text(item.text, chat=chat)[:_SAMPLED_CHARACTERS]
                 if (back := restore(text)) != text:
                     self._count(LOSSY, item, _difference(text, back))
 
@@ -86,22 +86,21 @@ def findings(issues: dict[str, Any]) -> tuple[Finding, ...]:
     )
 
 
-def plain_text(document: bytes) -> str:
+def plain_text(document: bytes, *, chat: bool) -> str:
     """The text of a document, or all that is said in a conversation."""
-    found = Conversation.from_json(document)
+    found = Conversation.from_json(document) if chat else document.decode()
     return found if isinstance(found, str) else "\n".join(str(m.get("content", "")) for m in found.messages)
 
 
 def _signs(item: Chosen, *, chat: bool) -> Iterator[tuple[str, str]]:
     """Kinds of signs in one document, each with an example."""
     data = item.text
-    if b"\0" in data or (chat and b"\\u0000" in data and _NUL_IN_JSON.search(data)):
-        text = plain_text(data) if chat else data.decode()
+    nul = b"\0" in data or (chat and b"\\u0000" in data and _NUL_IN_JSON.search(data))
+    text = plain_text(data, chat=chat) if nul or not data.isascii() else ""
+    if nul:
         yield NUL, _around(text, max(0, text.find("\0")), 1)
-    if not data.isascii():
-        text = plain_text(data) if chat else data.decode()
-        if found := _MOJIBAKE.search(text):
-            yield MOJIBAKE, _around(text, *found.span())
+    if found := _MOJIBAKE.search(text):
+        yield MOJIBAKE, _around(text, *found.span())
     if item.duplicate_key is not None:
         yield DUPLICATE_KEY, repr(item.duplicate_key)
 

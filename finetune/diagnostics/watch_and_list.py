@@ -15,11 +15,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 from rich.text import Text
 
-from finetune.checkpoint.run_history import RunHistory, RunReader, Series, read_run
+from finetune.checkpoint.run_history import RunHistory, RunReader, Series, loss_curves, read_run
 from finetune.config.recipe_schema import ranking
 from finetune.diagnostics.run_report import one_run
 from finetune.diagnostics.run_report.charts import running_mean
-from finetune.export.loss_plot import loss_curves
 from finetune.utils.console import plain_table
 from finetune.utils.errors import FinetuneError, RecipeError
 

@@ -5,30 +5,32 @@ The loop sees a `Backend`: it prepares a model, says the gradient norm, sums ove
 
 import itertools
 import json
+import os
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.utils import patch_environment
 from torch import nn
 
 from finetune.config.recipe_schema import Recipe
-from finetune.distributed import held_memory, init_accelerator, verify_launch, weight_digests
+from finetune.distributed import held_memory, native_ops, verify_launch, weight_digests
 from finetune.distributed.held_memory import Memory
 from finetune.distributed.launch.launch_config import Launch, ResolvedConfig
 from finetune.distributed.mesh import Group, Mesh, gather_parts
-from finetune.distributed.native_ops import native_ops
+from finetune.distributed.rendezvous_store import attempt_name
 from finetune.distributed.split_parameters import UNSPLIT, Splits
 from finetune.distributed.state import state_transfer, tensor_shards
 from finetune.distributed.state.tensor_shards import Shard
-from finetune.distributed.strategies.find_strategy import strategy_of
-from finetune.distributed.strategies.strategy import TIMEOUT, LossFunction, Strategy, forward_backward
-from finetune.distributed.tensor_facts import inner_name, local
+from finetune.distributed.strategies import tensor
+from finetune.distributed.strategies.strategy import TIMEOUT, Strategy, strategy_of
+from finetune.distributed.tensor_facts import DTYPES, inner_name, local
 from finetune.distributed.verify_launch import RuntimeReport
 from finetune.distributed.weight_digests import Held
-from finetune.utils.compat import accelerate_private
+from finetune.utils.compat import accelerate_private, torch_private
 from finetune.utils.errors import BackendError
 
 
@@ -54,7 +56,7 @@ class Backend:
     num_weights: int = 0
     """Weights of the prepared model, each packed one counted."""
     num_trained: int = 0
-    """Those of them that are trained."""
+    """Trained weights among them."""
     unverified: bool = True
     """True until the gradients of a first step have been checked."""
 
@@ -66,8 +68,8 @@ class Backend:
             BackendError: If this machine cannot run it.
         """
         native_ops.ensure_built(native_ops.needed_ops(asked), quiet=quiet)
-        strategy = strategy_of(asked)
-        accelerator = init_accelerator.start_accelerator(strategy, asked, recipe, settled)
+        strategy, reduce_dtype = strategy_of(asked), recipe.optim.reduce_dtype
+        accelerator = _start_accelerator(strategy, asked, settled, reduce_dtype)
         if accelerator.num_processes != asked.num_processes:
             raise BackendError(
                 f"{asked.file or 'The launch environment'} asks for {asked.num_processes} processes, but Accelerate "
@@ -75,9 +77,7 @@ class Backend:
                 "`accelerate launch`, without `use_cpu` and without ACCELERATE_USE_CPU."
             )
         mesh = Mesh.of_launch(asked, accelerator.process_index, accelerator.device.type, TIMEOUT)
-        return cls(
-            accelerator, asked, strategy, mesh, settled.precision, settled.accumulation, recipe.optim.reduce_dtype
-        )
+        return cls(accelerator, asked, strategy, mesh, settled.precision, settled.accumulation, reduce_dtype)
 
     @property
     def device(self) -> torch.device:
@@ -99,7 +99,7 @@ class Backend:
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of matrix products."""
-        return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[self.precision]
+        return DTYPES[self.precision]
 
     def facts(self) -> dict[str, Any]:
         """Returns the request for `run.json`: the launch, and DeepSpeed's config with every `auto` filled in."""
@@ -128,8 +128,12 @@ class Backend:
             )
         self.splits = splits
         named = [(inner_name(name), p) for name, p in model.named_parameters()]
-        self.num_weights = sum(self._num_weights(name, p) for name, p in named)
-        self.num_trained = sum(self.splits.size(name, p) for name, p in named if p.requires_grad)
+        self.num_trained = sum(splits.size(name, p) for name, p in named if p.requires_grad)
+        self.num_weights = 0
+        for name, parameter in named:
+            split = splits.parameters.get(name)
+            packed = getattr(parameter, "packed_weights", None) if split is None else split.packed
+            self.num_weights += int(packed if packed is not None else splits.size(name, parameter))
         wrapped, prepared = self.strategy.prepare(self, model, optimizer)
         names = {inner_name(name) for name, _ in wrapped.named_parameters()}
         if untied := sorted(names - {name for name, _ in named}):
@@ -141,14 +145,8 @@ class Backend:
         self.model, self.optimizer = wrapped, prepared
         return wrapped, prepared
 
-    def _num_weights(self, name: str, parameter: Any) -> int:
-        split = self.splits.parameters.get(name)
-        packed = getattr(parameter, "packed_weights", None) if split is None else split.packed
-        return int(packed if packed is not None else self.splits.size(name, parameter))
-
     def verify(self, rehearse: Callable[[], torch.Tensor]) -> RuntimeReport:
         """Reads back what runs; see `verify_launch.verify_runtime`."""
-        self.strategy.check_prepared(self, self.model)
         return verify_launch.verify_runtime(self, self.strategy, rehearse)
 
     def memory(self, model: nn.Module, state_bytes: float) -> Memory:
@@ -163,12 +161,40 @@ class Backend:
     def forward_backward(
         self,
         model: nn.Module,
-        loss_sum: LossFunction,
+        loss_sum: Callable[[nn.Module, Any], torch.Tensor],
         batches: Iterable[Any],
         scaled: Callable[[torch.Tensor], torch.Tensor],
     ) -> list[torch.Tensor]:
-        """Runs the forward and backward passes of a step; see `strategy.forward_backward`."""
-        return forward_backward(self.strategy, self, model, loss_sum, batches, scaled)
+        """Runs the window of a step: its micro-batches, forward and backward.
+
+        Gradients are reduced over ranks after the last micro-batch, or after each where the strategy shards them or is
+        told to.
+
+        Args:
+            batches: As many as `accumulation`, each asked for when the one before has been computed.
+            scaled: Makes of a micro-batch's summed loss what its gradients are taken of.
+
+        Returns:
+            The summed loss of each micro-batch, on the device.
+
+        Raises:
+            BackendError: If gradients turn out to be held otherwise than was asked, or to be missing where that would
+                not leave weights as they are; nothing has been trained then.
+        """
+        losses = []
+        for index, batch in enumerate(batches):
+            last = index == self.accumulation - 1
+            self.accelerator.sync_gradients = last
+            with (
+                self.strategy.check_gradients(self, model, last) if self.unverified else nullcontext(),
+                nullcontext() if last else self.strategy.no_sync(self, model),
+            ):
+                loss = model(loss_sum, batch)
+                self.strategy.backward(self, scaled(loss))
+            self.unverified = False
+            losses.append(loss.detach())
+        tensor.reduce_partial(model, self.splits)
+        return losses
 
     def evaluate_batches(
         self, model: nn.Module, function: Callable[..., torch.Tensor], batches: Iterable[Any]
@@ -341,3 +367,29 @@ class Backend:
     def forget() -> None:
         """Lets another run start in this process."""
         accelerate_private.reset_state()
+
+
+def _start_accelerator(strategy: Strategy, launch: Launch, settled: ResolvedConfig, reduce_dtype: str) -> Accelerator:
+    """Starts the process group too."""
+    # Accelerate lets the variable win over its own argument; DeepSpeed's launcher always exports it.
+    os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None)
+    cpu = not torch.cuda.is_available()
+    if cpu and launch.num_threads is not None:
+        torch.set_num_threads(launch.num_threads)
+    torch_private.start_gloo_with_one_worker()
+    # Ranks that `--max_restarts` has started again, and trials, leave their addresses under names of their own: the
+    # launcher keeps the store of the attempt that failed, where in torch 2.13 they may find the address of a dead one.
+    attempt = torch_private.prefixed_rendezvous(f"finetune/attempt-{attempt_name()}")
+    # Accelerate doesn't see the section parallelism_config: FSDP2 is given the run's own mesh (`mesh.py`). Accelerate's
+    # sequence parallelism runs under DeepSpeed alone; its tensor parallelism imports a name that transformers 5.23
+    # no longer has.
+    with attempt, patch_environment(accelerate_use_parallelism_config=False):
+        options = strategy.accelerator_options(launch, settled, DTYPES[reduce_dtype], cpu)
+        accelerator = Accelerator(
+            gradient_accumulation_steps=settled.accumulation, dataloader_config=DataLoaderConfiguration(), **options
+        )
+    if not cpu:
+        # fp32 means fp32. Accelerate may turn TF32 on for matrix products; for convolutions torch itself does.
+        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.backends.cudnn.allow_tf32 = False
+    return accelerator

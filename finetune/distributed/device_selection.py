@@ -20,17 +20,13 @@ class Devices:
     """Devices that a process of this machine may compute on."""
 
     gpus: int
-    bf16: bool
-    """True if the GPU has bf16; a CPU does."""
 
 
 def of_torch() -> Devices:
     """Returns the devices that a run will use."""
     import torch
 
-    if not torch.cuda.is_available():
-        return Devices(0, True)
-    return Devices(torch.cuda.device_count(), torch.cuda.is_bf16_supported())
+    return Devices(torch.cuda.device_count() if torch.cuda.is_available() else 0)
 
 
 def slow_precision(precision: str) -> str:
@@ -51,23 +47,14 @@ def slow_precision(precision: str) -> str:
     return "This CPU has no instructions for bf16: its products take 4 to 200 times as long as those of fp32."
 
 
-@dataclass(frozen=True)
-class AvailableMemory:
-    """The memory that a process may fill."""
-
-    total: int
-    """Its size in bytes."""
-    place: str
-
-
-def available_memory() -> AvailableMemory:
-    """Returns the memory that this process may fill: its GPU's, or its share of the host's that is free now."""
+def available_memory() -> int:
+    """Returns the bytes that this process may fill: its GPU's, or its share of the host's that are free now."""
     import torch
 
     if torch.cuda.is_available():
         # As Accelerate counts them: a scheduler may show each process a GPU of its own only.
         index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
-        return AvailableMemory(int(torch.cuda.get_device_properties(index).total_memory), "the GPU's memory")
+        return int(torch.cuda.get_device_properties(index).total_memory)
     import psutil
 
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -76,7 +63,7 @@ def available_memory() -> AvailableMemory:
     if (most := _of_container("max")) is not None and (now := _of_container("current")) is not None:
         allowed.append((most - now) // ranks)
     own = psutil.virtual_memory().available // ranks + psutil.Process().memory_info().rss
-    return AvailableMemory(min([own, *allowed]), "the host's memory")
+    return min([own, *allowed])
 
 
 def total_memory() -> int:
@@ -84,7 +71,7 @@ def total_memory() -> int:
     import torch
 
     if torch.cuda.is_available():
-        return available_memory().total
+        return available_memory()
     import psutil
 
     total = psutil.virtual_memory().total
@@ -122,15 +109,13 @@ def _of_container(figure: str) -> int | None:
 def of_driver() -> Devices:
     """Returns the devices that NVIDIA's driver lists, if torch was built to use it; in milliseconds, without torch.
 
-    The driver itself heeds CUDA_VISIBLE_DEVICES. bf16: torch's own answer is yes on every GPU that this release of
-    torch runs on, natively or not.
-    Source: `torch.cuda.is_bf16_supported`, whose default includes emulation.
+    The driver itself heeds CUDA_VISIBLE_DEVICES.
     """
     if "+cpu" in (installed("torch") or ""):
-        return Devices(0, True)
+        return Devices(0)
     count = ctypes.c_int(0)
     with suppress(OSError):
         driver = ctypes.CDLL("libcuda.so.1")
         if driver.cuInit(0) == 0:
             driver.cuDeviceGetCount(ctypes.byref(count))
-    return Devices(count.value, True)
+    return Devices(count.value)

@@ -17,7 +17,7 @@ from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.launch.predicted_environment import exported_by_file
 from finetune.distributed.resolve_config import resolve_config
 from finetune.distributed.split_parameters import Splits
-from finetune.distributed.strategies.find_strategy import strategy_of
+from finetune.distributed.strategies.strategy import strategy_of
 from finetune.utils.compat.torch_private import GradBucket
 
 # Accelerate's variables: what the user's shell says of another launch must not reach this one.
@@ -58,20 +58,27 @@ def rank_environment(launch: Launch) -> dict[str, str]:
 
 def start_backend(recipe: Recipe, launch: Launch) -> Backend:
     """Starts rank 0 of a launch that `stand_in` has made."""
+    asked = launch
     if launch.file is None:
         share = recipe.batch.global_size // launch.num_processes
         recipe = recipe.model_copy(update={"batch": recipe.batch.model_copy(update={"global_size": share})})
-        one = Launch(kind="single", num_processes=1)
-        backend = Backend.start(recipe, one, resolve_config(recipe, one), quiet=True)
-        # Its autocast is that of the launch.
-        autocast = strategy_of(launch).autocast
-        return _still(replace(backend, launch=launch, strategy=replace(backend.strategy, autocast=autocast)))
-    if launch.num_processes > 1:
+        asked = Launch(kind="single", num_processes=1)
+    elif launch.num_processes > 1:
         from finetune.utils.compat import torch_tracing_private
 
         torch_tracing_private.start_fake_process_group(launch.num_processes)
         torch_tracing_private.let_fake_tensors_pass()
-    return _still(Backend.start(recipe, launch, resolve_config(recipe, launch), quiet=True))
+    backend = Backend.start(recipe, asked, resolve_config(recipe, asked), quiet=True)
+    # A first micro-batch and a last one.
+    backend.accumulation = min(2, backend.accumulation)
+    # A move to a device would swap tensors, and nothing can be proved of ranks that are not there.
+    backend.accelerator.device_placement = False
+    backend.unverified = False
+    if asked is launch:
+        return backend
+    # Its autocast is that of the launch.
+    strategy = replace(backend.strategy, autocast=strategy_of(launch).autocast)
+    return replace(backend, launch=launch, strategy=strategy)
 
 
 def prepare_fakes(
@@ -89,17 +96,6 @@ def prepare_fakes(
         wrapped.register_comm_hook(None, _arrived)
         keep_buckets(wrapped)
     return wrapped, prepared
-
-
-def _still(backend: Backend) -> Backend:
-    """A backend that moves nothing to a device, which swaps tensors, and proves nothing of ranks that are not there.
-
-    Its steps have two micro-batches at most: a first one and a last.
-    """
-    backend.accumulation = min(2, backend.accumulation)
-    backend.accelerator.device_placement = False
-    backend.unverified = False
-    return backend
 
 
 def _arrived(_: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

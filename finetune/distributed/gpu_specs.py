@@ -80,21 +80,12 @@ def find_gpu(text: str) -> Gpu:
             f"--gpu: there is no '{first}'{near} Known are {', '.join(known)}; of others give figures: "
             "memory=GIB,bf16=TFLOPS,link=GB/s,watts=W."
         )
-    figures = _figures(rest if named else text.split(","))
-    if named:
-        return replace(known[first], **figures)
-    if not {"memory_gib", "bf16_tflops"} <= figures.keys():
-        raise RecipeError(f"--gpu: '{text}' must say memory (GiB) and bf16 (TFLOP/s) at least: memory=24,bf16=70.")
     # What is not said: no fast links, and the power of a large card.
-    return replace(Gpu("your own", "", 0.0, 0.0, 32.0, 300.0), **figures)
-
-
-def _figures(words: list[str]) -> dict[str, Any]:
-    found = {}
-    for word in words:
+    gpu = known[first] if named else Gpu("your own", "", 0.0, 0.0, 32.0, 300.0)
+    for word in rest if named else [first, *rest]:
         key, _, value = word.partition("=")
         try:
-            number = float(value)
+            number: Any = float(value)
         except ValueError:
             number = 0.0
         if key not in _OWN or not 0.0 < number < 1e9:
@@ -102,5 +93,7 @@ def _figures(words: list[str]) -> dict[str, Any]:
                 f"--gpu: cannot read '{word}'. Figures are {', '.join(f'{k}=NUMBER' for k in _OWN)}, in GiB, TFLOP/s, "
                 "GB/s each way and W, all above 0."
             )
-        found[_OWN[key]] = number
-    return found
+        gpu = replace(gpu, **{_OWN[key]: number})
+    if not (gpu.memory_gib and gpu.bf16_tflops):
+        raise RecipeError(f"--gpu: '{text}' must say memory (GiB) and bf16 (TFLOP/s) at least: memory=24,bf16=70.")
+    return gpu

@@ -1,7 +1,6 @@
 """Finds the origin of every value of the launch config, for `finetune explain`."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from finetune.config.provenance import Setting, Value, flat, place_of, places
 from finetune.config.recipe_schema import Recipe
@@ -115,31 +114,27 @@ def _derived(
     recipe: Recipe, foreseen: PredictedEnvironment, settled: ResolvedConfig, here: Devices, env: Mapping[str, str]
 ) -> Iterable[Value]:
     asked, batch = foreseen.launch, recipe.batch
-
-    def row(key: str, *settings: Setting) -> Value:
-        return Value(key, "derived", settings, *_DERIVED[key])
-
-    yield row("backend", Setting("derived", asked.file or "no launch file: one process", asked.kind))
     split = f"{batch.global_size} / ({batch.micro_size} x {asked.data_ranks})"
     why = "nothing is trained" if recipe.length.steps == 0 else split
-    found = "auto" if batch.micro_size == "auto" else settled.accumulation
-    yield row("accumulation", Setting("derived", why, found))
-    if here.gpus:
-        return
-    if asked.num_threads is None:
-        yield row("num_threads", Setting("environment", "OMP_NUM_THREADS", env["OMP_NUM_THREADS"]))
-    else:
-        cores = platforms.cores()
-        yield row("num_threads", Setting("derived", f"{cores} cores / {foreseen.local}", asked.num_threads))
+    accumulation = "auto" if batch.micro_size == "auto" else settled.accumulation
+    settings = {
+        "backend": Setting("derived", asked.file or "no launch file: one process", asked.kind),
+        "accumulation": Setting("derived", why, accumulation),
+    }
+    if not here.gpus and asked.num_threads is None:
+        settings["num_threads"] = Setting("environment", "OMP_NUM_THREADS", env["OMP_NUM_THREADS"])
+    elif not here.gpus:
+        share = f"{platforms.cores()} cores / {foreseen.local}"
+        settings["num_threads"] = Setting("derived", share, asked.num_threads)
+    return [Value(key, "derived", (setting,), *_DERIVED[key]) for key, setting in settings.items()]
 
 
 def _environment(foreseen: PredictedEnvironment, env: Mapping[str, str]) -> Iterable[Value]:
     """Yields variables that are set and act on a run, but for those that stand beside a key of the launch file."""
     shown = {key.serialization_alias for key in fields_of(foreseen.asked.sections()).values()}
     for name in sorted(set(env) - shown if foreseen.launch.file else set(env)):
-        prefixed: Any = (text for prefix, text in PREFIXES.items() if name.startswith(prefix))
-        meaning = _VARIABLES.get(name) or next(prefixed, None)
-        if meaning is None:
+        prefixed = (text for prefix, text in PREFIXES.items() if name.startswith(prefix))
+        if (meaning := _VARIABLES.get(name, next(prefixed, None))) is None:
             continue
         settings = [Setting("environment", "", env[name])]
         if name in foreseen.exported:

@@ -29,8 +29,6 @@ FORMAT = 1
 # How long a size is repeated, and how often at least.
 _LEAST_S, _LEAST_TIMES, _WARMUPS = 0.2, 3, 2
 
-_TIMEOUT = timedelta(minutes=5)
-
 
 @dataclass(frozen=True)
 class Ring:
@@ -56,19 +54,6 @@ RINGS = {
 
 
 @dataclass(frozen=True)
-class Size:
-    """A collective of one size."""
-
-    bytes: int
-    seconds: float
-    """Time of one call, on the rank where it took longest."""
-    algbw: float
-    """Bytes a second."""
-    busbw: float
-    """Bytes a second and link, as a ring would have carried them."""
-
-
-@dataclass(frozen=True)
 class Line:
     """A ring's link: `seconds = hops * latency_s + share * bytes / bandwidth`."""
 
@@ -81,15 +66,13 @@ class Line:
         return ring.hops(processes) * self.latency_s + ring.share(processes) * size / self.bandwidth
 
 
-def fit_link(measured: Sequence[tuple[Ring, Size]], processes: int) -> Line:
-    """Returns the link with which rings come nearest to what was measured, in relative squares.
+def fit_link(measured: Sequence[tuple[Ring, int, float]], processes: int) -> Line:
+    """Returns the link with which rings come nearest to what was measured (bytes, seconds), in relative squares.
 
     A latency below zero, which noise can give, becomes zero, and the bandwidth is fitted alone.
     """
     # Each row divided by its time: sizes count alike, whether they take microseconds or seconds.
-    rows = np.array(
-        [(ring.hops(processes) / s.seconds, ring.share(processes) * s.bytes / s.seconds) for ring, s in measured]
-    )
+    rows = np.array([(ring.hops(processes) / s, ring.share(processes) * size / s) for ring, size, s in measured])
     ones, weights = np.ones(len(rows)), np.linalg.norm(rows, axis=0)
     # Columns of one norm: hops and bytes are many orders of magnitude apart.
     (latency, per_byte), _, rank, _ = np.linalg.lstsq(rows / weights, ones, rcond=1e-6)
@@ -106,8 +89,8 @@ def message_sizes(first: int, last: int, factor: int, processes: int) -> list[in
     """
     if not (0 < first <= last and factor > 1):
         raise RecipeError(
-            f"Sizes from {first} to {last} bytes by factors of {factor}: give --min-bytes of at least 1, --max-bytes "
-            "that are no fewer, and a --factor of at least 2."
+            f"Sizes from {first} to {last} bytes by factors of {factor}: --min-bytes must be 1 at least, --max-bytes "
+            "no fewer, and --factor 2 at least."
         )
     unit, found = 4 * processes, []
     while first <= last:
@@ -116,16 +99,11 @@ def message_sizes(first: int, last: int, factor: int, processes: int) -> list[in
     return sorted(set(found))
 
 
-def measure_collectives(wanted: Sequence[int], device: torch.device) -> dict[str, list[Size]]:
-    """Measures every collective on every size; every rank must call it."""
-    return {name: [_measure(name, size, device) for size in wanted] for name in RINGS}
-
-
-def _measure(name: str, size: int, device: torch.device) -> Size:
+def _measure(name: str, size: int, device: torch.device) -> float:
+    """Returns the seconds of one call of a collective, on the rank where it takes longest; every rank calls it."""
     processes = distributed.get_world_size()
     # Sums of zeros stay what they are, however often.
-    whole = torch.zeros(size // 4, device=device)
-    part, received = torch.zeros(size // 4 // processes, device=device), torch.zeros_like(whole)
+    whole, received, part = (torch.zeros(n, device=device) for n in (size // 4, size // 4, size // 4 // processes))
     call: Callable[[], Any] = {
         "broadcast": lambda: distributed.broadcast(whole, src=0),
         "all_reduce": lambda: distributed.all_reduce(whole),
@@ -139,8 +117,7 @@ def _measure(name: str, size: int, device: torch.device) -> Size:
         call()
     # Alike on all ranks.
     times = max(_LEAST_TIMES, int(_LEAST_S / _slowest(call, 1, device)))
-    seconds = _slowest(call, times, device) / times
-    return Size(size, seconds, size / seconds, size / seconds * RINGS[name].share(processes))
+    return _slowest(call, times, device) / times
 
 
 def _send(given: torch.Tensor, received: torch.Tensor) -> None:
@@ -187,21 +164,23 @@ def run_measurement(wanted: tuple[int, int | None, int], file: Path | None) -> l
     device = torch.device("cuda", local) if gpu else torch.device("cpu")
     if gpu and local >= torch.cuda.device_count():
         raise BackendError(
-            f"Process {local} of this machine has no GPU of its own: there are {torch.cuda.device_count()}. Take "
-            f"--processes {torch.cuda.device_count()}."
+            f"Process {local} of this machine has no GPU of its own. Take --processes {torch.cuda.device_count()}."
         )
     first, last, factor = wanted
     asked = message_sizes(first, last or (2**30 if gpu else 2**24), factor, world)
     if gpu:
         torch.cuda.set_device(device)
     torch_private.start_gloo_with_one_worker()
-    distributed.init_process_group("nccl" if gpu else "gloo", timeout=_TIMEOUT)
+    distributed.init_process_group("nccl" if gpu else "gloo", timeout=timedelta(minutes=5))
     try:
-        found = measure_collectives(asked, device)
-        machines = _machines(device)
+        found = {name: [(ring, size, _measure(name, size, device)) for size in asked] for name, ring in RINGS.items()}
+        name = int.from_bytes(hashlib.sha256(platform.node().encode()).digest()[:7], "big")
+        names = torch.zeros(world, dtype=torch.int64, device=device)
+        distributed.all_gather_into_tensor(names, torch.tensor([name], device=device))
+        machines = len(set(names.tolist()))
         if distributed.get_rank():
             return None
-        result = describe_measurement(found, processes=world, machines=machines, device=device)
+        result = _describe(found, world, machines, device)
         if file is not None:
             try:
                 write_json(file, result)
@@ -212,19 +191,10 @@ def run_measurement(wanted: tuple[int, int | None, int], file: Path | None) -> l
         distributed.destroy_process_group()
 
 
-def _machines(device: torch.device) -> int:
-    """Returns the number of machines that the processes are on, by their names."""
-    own = int.from_bytes(hashlib.sha256(platform.node().encode()).digest()[:7], "big")
-    names = torch.zeros(distributed.get_world_size(), dtype=torch.int64, device=device)
-    distributed.all_gather_into_tensor(names, torch.tensor([own], device=device))
-    return len(set(names.tolist()))
-
-
-def describe_measurement(
-    found: dict[str, list[Size]], *, processes: int, machines: int, device: torch.device
+def _describe(
+    found: dict[str, list[tuple[Ring, int, float]]], processes: int, machines: int, device: torch.device
 ) -> dict[str, Any]:
-    """Returns the measurements and what fits them, as docs/comms.md says."""
-    pairs = {name: [(RINGS[name], size) for size in rows] for name, rows in found.items()}
+    """Returns measurements (bytes, seconds) and what fits them, as docs/comms.md says."""
     gpu = device.type == "cuda"
     return {
         "format": FORMAT,
@@ -232,10 +202,16 @@ def describe_measurement(
         "device": torch.cuda.get_device_name(device) if gpu else "cpu",
         "processes": processes,
         "machines": machines,
-        "link": vars(fit_link([pair for rows in pairs.values() for pair in rows], processes)),
+        "link": vars(fit_link([row for rows in found.values() for row in rows], processes)),
         "collectives": {
-            name: {**vars(fit_link(rows, processes)), "sizes": [vars(size) for _, size in rows]}
-            for name, rows in pairs.items()
+            name: {
+                **vars(fit_link(rows, processes)),
+                "sizes": [
+                    {"bytes": size, "seconds": s, "algbw": size / s, "busbw": size / s * ring.share(processes)}
+                    for ring, size, s in rows
+                ],
+            }
+            for name, rows in found.items()
         },
     }
 

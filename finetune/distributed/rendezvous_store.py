@@ -28,13 +28,9 @@ def attempt_name() -> str:
 
 
 class RendezvousStore:
-    """Notes by name, as JSON has them. The launcher keeps them where it can, else rank 0."""
+    """Notes by name, as JSON has them, read within `patience`. The launcher keeps them where it can, else rank 0."""
 
     def __init__(self, rank: int, world: int, patience: timedelta) -> None:
-        """
-        Args:
-            patience: How long to wait for a note.
-        """
         distributed: Any = torch.distributed
         self.number = next(_numbers)
         """Number of this store among those of this process; the same on every rank."""
@@ -79,7 +75,6 @@ def from_main(make: Callable[[], Any], patience: timedelta) -> Any:
         return make()
     notes = RendezvousStore(rank, world, patience)
     if rank == 0:
-        note: dict[str, Any] = {}
         try:
             note = {"made": make()}
         except errors.FinetuneError as error:

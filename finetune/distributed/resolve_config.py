@@ -64,36 +64,28 @@ def derive_accumulation(recipe: Recipe, world: int, processes: int | None = None
         return 1  # nothing is trained, so there is no global batch to fill
     if batch.global_size % (batch.rows * world) == 0:
         return batch.global_size // (batch.rows * world)
-    share = batch.global_size // world if batch.global_size % world == 0 else 0
-    fits = divisors(share) if share else []
     split = 1 if processes is None else processes // world
-    ranks = "processes" if split == 1 else f"groups of {split} processes, which read the same rows,"
-    advice = (
-        f"With {world} {ranks} batch.micro_size can be {', '.join(map(str, fits))}."
-        if fits
-        else f"No micro-batch fits {world} {ranks.rstrip(',')}: batch.global_size must be a multiple of {world}."
-    )
+    ranks = "processes" if split == 1 else f"groups of {split} processes"
+    if batch.global_size % world:
+        advice = f"No micro-batch fits: batch.global_size must be a multiple of {world}."
+    else:
+        advice = f"batch.micro_size can be {', '.join(map(str, divisors(batch.global_size // world)))}."
     raise RecipeError(
-        f"batch.global_size {batch.global_size} is not a multiple of batch.micro_size {batch.rows} x {world} "
-        f"{ranks.partition(',')[0]} = {batch.rows * world}. {advice}"
+        f"batch.global_size {batch.global_size} is not a multiple of batch.micro_size {batch.rows} x {world} {ranks} = "
+        f"{batch.rows * world}. {advice}"
     )
 
 
 def _pick_precision(recipe: Recipe, here: Devices) -> str:
-    """Returns `fp32`, `bf16` or `fp16`, as the recipe asks; the device decides for `auto`.
-
-    Raises:
-        BackendError: If this machine cannot compute in it.
-    """
+    """Returns `fp32`, `bf16` or `fp16`, as the recipe asks; the device decides for `auto`, and can refuse."""
     if recipe.precision == "auto":
-        return "bf16" if here.gpus and here.bf16 else "fp32"
+        # Every GPU that torch runs on has bf16, natively or not.
+        return "bf16" if here.gpus else "fp32"
     if recipe.precision == "fp16" and not here.gpus:
         raise BackendError(
-            "The recipe asks for precision fp16, which needs a GPU: on a CPU there is no loss scaling, and it would "
-            "silently run as fp32 on some backends and without scaling on others. Set `precision: bf16` or `fp32`."
+            "The recipe asks for precision fp16, which needs a GPU: on a CPU there is no loss scaling. Set `precision: "
+            "bf16` or `fp32`."
         )
-    if recipe.precision == "bf16" and not here.bf16:
-        raise BackendError("The recipe asks for precision bf16, which this GPU does not have. Set it to fp16 or fp32.")
     return recipe.precision
 
 
@@ -119,7 +111,6 @@ def _check_planes(
     recipe: Recipe, launch: Launch, precision: str, accumulation: int, env: Mapping[str, str] = os.environ
 ) -> None:
     """Refuses what the launch cannot do of the recipe, and values of the launch plane that are the recipe's to say."""
-    mixed = {"fp32": "no"}.get(precision, precision)
     refusals.check_recipe(recipe, launch, precision)
     if recipe.model.fp8 and precision != "bf16":
         came = " on this machine" if recipe.precision == "auto" else ""
@@ -127,8 +118,8 @@ def _check_planes(
             f"model.fp8 needs bf16 for all that is not computed in fp8, and precision is {precision}{came}. Set "
             "`precision: bf16`, or model.fp8 to false."
         )
-    if launch.mixed_precision not in ("no", mixed):
-        wanted = launch.mixed_precision
+    wanted = launch.mixed_precision
+    if wanted not in ("no", {"fp32": "no"}.get(precision, precision)):
         more = f", and set `precision: {wanted}` in the recipe if that is meant" if wanted in ("bf16", "fp16") else ""
         raise BackendError(
             f"{launch.file or 'ACCELERATE_MIXED_PRECISION'} says mixed_precision: {wanted}, and "
@@ -140,8 +131,7 @@ def _check_planes(
         # A launch file that says so has been refused when it was read.
         raise BackendError(
             f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS is {exported} in the environment, and the recipe's batch makes it "
-            f"{accumulation}. The recipe decides: `unset ACCELERATE_GRADIENT_ACCUMULATION_STEPS`, or take the "
-            "launcher's option of that name away."
+            f"{accumulation}. The recipe decides: `unset ACCELERATE_GRADIENT_ACCUMULATION_STEPS`."
         )
 
 
@@ -155,5 +145,5 @@ def check_trackers(recipe: Recipe) -> None:
         if installed(name) is None:
             raise RecipeError(
                 f"log.trackers: {name} is not installed here. Install it with `pip install 'finetune[{name}]'`, or "
-                "take it out: metrics.jsonl is written in any case."
+                "take it out."
             )

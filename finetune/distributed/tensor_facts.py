@@ -9,6 +9,9 @@ import torch
 
 from finetune.distributed.split_parameters import Splits
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Dtypes by their names in recipes and launch files."""
+
 
 def local(tensor: Any) -> torch.Tensor:
     """Returns this rank's part of a tensor, in place."""
@@ -78,13 +81,18 @@ def read_parameters(model: Any, optimizer: Any, splits: Splits) -> tuple[dict[st
     named = [(inner_name(name), p) for name, p in model.named_parameters()]
     whole = {id(p): splits.size(name, p) for name, p in named}
     parameters, masters = [p for _, p in named], master_weights(optimizer)
+    # How many times larger whole split parameters are than here.
+    parts = {math.prod(splits.parameters[name].shape) / p.numel() for name, p in named if name in splits.parameters}
+    kinds: dict[str, list[Any]] = defaultdict(list)
+    for name, parameter in named:
+        kinds[".".join(name.split(".")[-2:])].append(parameter)
     facts = {
         "parameter_fraction": fraction(parameters, whole),
         "optimizer_fraction": fraction(masters, whole),
         "parameter_dtypes": dtypes_of(masters),
         "model_dtypes": dtypes_of(parameters),
-        "tensor": _parts(named, splits),
-        "shares": _shares(named, whole),
+        "tensor": int(parts.pop()) if len(parts) == 1 else 1,
+        "shares": {kind: round(fraction(tensors, whole), 4) for kind, tensors in kinds.items()},
     }
     return facts, whole
 
@@ -97,17 +105,3 @@ def inner_optimizer(optimizer: Any) -> Any:
 def master_weights(optimizer: Any) -> list[Any]:
     """Returns the parameters that an optimiser steps."""
     return [p for group in inner_optimizer(optimizer).param_groups for p in group["params"]]
-
-
-def _parts(named: list[tuple[str, Any]], splits: Splits) -> int:
-    """Returns how many times larger whole split parameters are than here; 1 if none is split, or not all alike."""
-    found = {math.prod(splits.parameters[name].shape) / p.numel() for name, p in named if name in splits.parameters}
-    return int(found.pop()) if len(found) == 1 else 1
-
-
-def _shares(named: list[tuple[str, Any]], whole: Mapping[int, int]) -> dict[str, float]:
-    """Returns the share that lies here, by the last two words of parameters' names."""
-    kinds: dict[str, list[Any]] = defaultdict(list)
-    for name, parameter in named:
-        kinds[".".join(name.split(".")[-2:])].append(parameter)
-    return {kind: round(fraction(tensors, whole), 4) for kind, tensors in kinds.items()}

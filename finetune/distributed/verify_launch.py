@@ -13,9 +13,8 @@ from torch import nn
 
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.strategies import sequence
-from finetune.distributed.strategies.find_strategy import strategy_of_model
-from finetune.distributed.strategies.strategy import REDUCED, Runtime, Strategy
-from finetune.distributed.tensor_facts import off_share, short_dtype
+from finetune.distributed.strategies.strategy import Runtime, Strategy, strategy_of_model
+from finetune.distributed.tensor_facts import DTYPES, off_share, short_dtype
 from finetune.utils.compat import torch_private
 from finetune.utils.errors import BackendError
 
@@ -114,7 +113,7 @@ def verify_runtime(runtime: Runtime, strategy: Strategy, rehearse: Callable[[], 
     """Reads back what runs and compares it with the request.
 
     Args:
-        strategy: That was asked for.
+        strategy: The strategy that was asked for.
         rehearse: Runs a forward pass of the prepared model and returns its loss; every rank must.
 
     Raises:
@@ -122,7 +121,7 @@ def verify_runtime(runtime: Runtime, strategy: Strategy, rehearse: Callable[[], 
     """
     accelerator, launch, model = runtime.accelerator, runtime.launch, runtime.model
     # Before the forward pass, which may leave weights gathered.
-    read_back = strategy_of_model(model, strategy).read_back(accelerator, model, runtime.optimizer, runtime.splits)
+    read_back = strategy_of_model(model, strategy).read_back(runtime, model)
     dtypes = _output_dtypes(model, rehearse)
     rows = sequence.row_group(model)
     grouped = torch.distributed.is_initialized()
@@ -141,7 +140,7 @@ def verify_runtime(runtime: Runtime, strategy: Strategy, rehearse: Callable[[], 
         "exchanges": 0 if rows is None else rows.exchanges,
     }
     report = RuntimeReport(**{**facts, **read_back})
-    reduced = short_dtype(REDUCED[runtime.reduce_dtype])
+    reduced = short_dtype(DTYPES[runtime.reduce_dtype])
     problems = list(_differences(report, launch, runtime.accumulation, runtime.precision, reduced))
     if problems:
         raise BackendError(
@@ -192,7 +191,7 @@ def _differences(
             yield f"{name}: asked {want:.1%}, holds {have:.1%}"
     if set(report.parameter_dtypes) != {"float32"}:
         yield f"trainable parameters must be float32, are {'+'.join(report.parameter_dtypes)}"
-    want_compute = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[precision]
+    want_compute = short_dtype(DTYPES[precision])
     if report.compute_dtype not in (None, want_compute):
         yield f"matrix products: asked {want_compute}, come out in {report.compute_dtype}"
     if report.output_dtypes["loss"] != "float32":

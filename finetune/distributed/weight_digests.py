@@ -45,23 +45,20 @@ def held_weights(
     for key, shard in trained:
         name = key.removeprefix(f"{state_transfer.PARAMETER}/")
         yield Held(name, True, _number([block.whole for block in shard.blocks])), shard.local
+    parameter: Any
     for name, parameter in network.named_parameters():
         if parameter.requires_grad and not copies:
             continue
-        here = getattr(parameter, "ds_tensor", None)
+        here: Any = getattr(parameter, "ds_tensor", None)
         if here is None:
-            part = splits.group.rank if splits.group is not None and name in splits.parameters else 0
-            yield Held(name, parameter.requires_grad, _number([part, *_sharded_at(parameter)])), local(parameter)
+            # This rank's positions among those that split the layer, and in each mesh dimension that shards it.
+            at = [splits.group.rank if splits.group is not None and name in splits.parameters else 0]
+            if hasattr(parameter, "device_mesh"):
+                position = parameter.device_mesh.get_coordinate() or ()
+                at += [n for n, placement in zip(position, parameter.placements, strict=True) if placement.is_shard()]
+            yield Held(name, parameter.requires_grad, _number(at)), local(parameter)
         elif here.status.name == "AVAILABLE":
             yield Held(name, False, _number([rank])), here
-
-
-def _sharded_at(parameter: Any) -> list[int]:
-    """Returns this rank's position in each mesh dimension along which a parameter is sharded."""
-    if not hasattr(parameter, "device_mesh"):
-        return []
-    position = parameter.device_mesh.get_coordinate() or ()
-    return [at for at, placement in zip(position, parameter.placements, strict=True) if placement.is_shard()]
 
 
 def _number(parts: Any) -> int:

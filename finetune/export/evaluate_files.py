@@ -16,8 +16,7 @@ from finetune.data.progress_bar import rows_bar
 from finetune.data.rows.feed import evaluation_batches
 from finetune.export.load_model import LoadedModel
 from finetune.models import lora_adapters
-from finetune.tasks import causal_checks
-from finetune.tasks.causal_lm import CAUSAL_LM
+from finetune.tasks import causal_lm
 from finetune.utils.errors import DataError, RecipeError
 from finetune.utils.to_device import batch_to_device
 
@@ -59,18 +58,14 @@ def recipe_of(
     if text_field is not None:
         origin["text_field"] = text_field
     tree["data"] |= {"train": [], "validation": [{**origin, "path": file} for file in files]}
-    if tree["data"].get("packing", "documents") == "documents" and not _keeps_apart(opened, longest):
-        tree["data"]["packing"] = "padded"
+    if tree["data"].get("packing", "documents") == "documents":
+        network = lora_adapters.transformer(opened.network)
+        found = causal_lm.sees_documents(network, opened.scores, opened.device, longest)
+        limits = causal_lm.tolerances(opened.precision)
+        if not all(far.item() <= most for far, most in zip(found, limits, strict=False)):
+            tree["data"]["packing"] = "padded"
     tree |= {"model": {"name": opened.tokenizer_folder}, "tokenizer": {"name": opened.tokenizer_folder}}
     return validate_recipe({**tree, "length": {"steps": 0}}, origin="--data")
-
-
-def _keeps_apart(opened: LoadedModel, longest: int) -> bool:
-    """Returns True if documents packed into one row are computed as if each were alone."""
-    inner = lora_adapters.transformer(opened.network)
-    found = causal_checks.sees_documents(inner, opened.scores, opened.device, longest)
-    tolerances = (causal_checks.seen_tolerance, causal_checks.alone_tolerance)
-    return all(far.item() <= most(opened.precision) for far, most in zip(found, tolerances, strict=False))
 
 
 @contextmanager
@@ -103,7 +98,7 @@ def evaluate_files(
     say(f"Evaluating {len(rows):,} rows of {recipe.data.sequence_length} tokens, {targets:,} targets.")
     with torch.no_grad(), rows_bar("evaluating", len(rows)) as advance:
         for share, batch in evaluation_batches(rows, micro_size):
-            loss += float(CAUSAL_LM.loss_sum(opened.network, batch_to_device(batch, opened.device)).double())
+            loss += float(causal_lm.CAUSAL_LM.loss_sum(opened.network, batch_to_device(batch, opened.device)).double())
             advance(share.size)
     mean = loss / max(1, targets)
     return {"loss": mean, "perplexity": math.exp(min(mean, 700.0)), "targets": targets}

@@ -1,4 +1,7 @@
-"""Evaluates an opened network on tasks of lm-evaluation-harness (`lm_eval`, the extra [harness])."""
+"""Evaluates an opened network on tasks of lm-evaluation-harness (`lm_eval`, the extra [harness]).
+
+Its figures are kept in `harness.json`, beside a run or a model. Reading that takes neither torch nor lm_eval.
+"""
 
 import importlib.metadata
 import logging
@@ -6,26 +9,35 @@ import math
 import time
 import traceback
 from collections.abc import Sequence
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
 from finetune.config.recipe import hint
-from finetune.export.harness_results import metric_of
-from finetune.export.load_model import LoadedModel
-from finetune.models import prompts
-from finetune.models.lora_adapters import transformer
+from finetune.utils import atomic_files, json_files
 from finetune.utils.bounded_work import bounded_work
 from finetune.utils.console import plain_table
-from finetune.utils.errors import DataError, FinetuneError, RecipeError
+from finetune.utils.errors import CheckpointError, DataError, FinetuneError, RecipeError
+
+if TYPE_CHECKING:
+    from finetune.export.load_model import LoadedModel
 
 _PACKAGE = Path(__file__).parents[1]
 _NUMBERS = ("value", "± error", "questions", "examples")
 
+NAME = "harness.json"
+
+# Figures that agree in these are of one evaluation: a later one replaces an earlier one.
+_SAME = ("task", "step", "chat", "num_fewshot", "limit")
+
+_evaluation_of = itemgetter(*_SAME)
+_KEYS = {*_SAME, "metric", "filter", "value", "stderr", "samples"}
+
 
 def evaluate_harness(
-    opened: LoadedModel,
+    opened: "LoadedModel",
     tasks: Sequence[str],
     *,
     chat: bool = False,
@@ -33,7 +45,7 @@ def evaluate_harness(
     limit: int | None = None,
     batch_size: int | None = None,
 ) -> list[dict[str, Any]]:
-    """Returns the figures of tasks, as lm_eval computes them with its own seeds.
+    """Returns lm_eval's figures, by its own seeds: a row for each task or group, metric and filter.
 
     Args:
         tasks: Names that lm_eval knows, `*` for any letters, or paths (with a slash, or ending in `.yaml`) of task
@@ -43,15 +55,15 @@ def evaluate_harness(
         limit: Questions of each task; all if None.
         batch_size: Texts in a forward pass; 8 if None.
 
-    Returns:
-        Rows, one for each task or group, metric and filter, as `harness.json` keeps it.
-
     Raises:
         RecipeError: If there is no such task.
         DataError: If a task cannot be loaded, or does not fit the network.
     """
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
+
+    from finetune.models import prompts
+    from finetune.models.lora_adapters import transformer
 
     network: Any = transformer(opened.network)
     if chat and not opened.tokenizer.chat_template:
@@ -164,3 +176,43 @@ def results_table(rows: Sequence[dict[str, Any]]) -> Table:
 def _number(value: Any) -> float | None:
     """Returns a number for JSON, which knows neither NaN nor `N/A`."""
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def read_results(folder: Path) -> list[dict[str, Any]]:
+    """Returns the figures kept in a folder, one a task, metric and filter; none if there is no file.
+
+    Raises:
+        CheckpointError: If the file is not what `finetune eval --harness` writes.
+    """
+    file = folder / NAME
+    try:
+        rows: list[dict[str, Any]] = json_files.parse(file.read_bytes())
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}. Restore it from a copy, or remove it.") from error
+    if json_files.shape_mismatch(rows, [dict]) is not None or not all(set(row) >= _KEYS for row in rows):
+        raise CheckpointError(f"{file} is not what `finetune eval --harness` writes. Move it out of the way.")
+    return rows
+
+
+def add_results(folder: Path, rows: list[dict[str, Any]]) -> Path:
+    """Writes figures behind those that are there, and instead of those of the same evaluation; returns the file.
+
+    Raises:
+        CheckpointError: If it cannot be read or written.
+    """
+    file, new = folder / NAME, {_evaluation_of(row) for row in rows}
+    kept = [row for row in read_results(folder) if _evaluation_of(row) not in new]
+    try:
+        atomic_files.write_json(file, [*kept, *rows])
+    except OSError as error:
+        raise CheckpointError(
+            f"{file} cannot be written: {error.strerror or error}. Let it be written there."
+        ) from error
+    return file
+
+
+def metric_of(row: dict[str, Any]) -> str:
+    """Returns a figure's metric, with the filter that answers went through if there is one."""
+    return str(row["metric"]) if row["filter"] == "none" else f"{row['metric']} ({row['filter']})"

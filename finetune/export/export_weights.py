@@ -1,29 +1,33 @@
-"""Exports a run: writes it whole or not at all, verifies it, and only then gives it its name."""
+"""Exports a run: writes it whole or not at all, verifies it, names it only then, and uploads it if asked to."""
 
 import contextlib
+import ctypes
 import errno
 import gc
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import filelock
+import huggingface_hub
 import torch
 from safetensors.torch import save_file
-from transformers import GenerationConfig, PretrainedConfig
+from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig
 
 from finetune.checkpoint import trusted_code
 from finetune.config import path_kinds
 from finetune.config.recipe_schema import Recipe
-from finetune.export import find_weights, merge, model_card, validate_files, verify_export
+from finetune.export import find_weights, merge, model_card, verify_export
 from finetune.export.find_weights import WeightSource
-from finetune.export.save_model import sync_files
 from finetune.models import lora_adapters, prompts
 from finetune.models.heads import Head
+from finetune.models.model_config import one_line
 from finetune.models.pretrained_files import as_written, written_shapes
 from finetune.tasks.task import TaskData
-from finetune.utils.atomic_files import lock_file, remove_path, sync_to_disk, write_json
-from finetune.utils.errors import CheckpointError, RecipeError
+from finetune.tasks.task_lookup import find_task
+from finetune.utils.atomic_files import lock_file, remove_path, sync_files, sync_to_disk, write_json
+from finetune.utils.errors import CheckpointError, FinetuneError, RecipeError
 
 Say = Callable[[str], None]
 
@@ -54,7 +58,8 @@ class _Export:
         """Quantisation of the base in training: as the recipe says, or `stored` so; None if there was none."""
         if self.recipe.lora is None:
             return None
-        return "stored" if merge.is_quantised(self.config) else self.recipe.model.quantization
+        stored = getattr(self.config, "quantization_config", None) is not None
+        return "stored" if stored else self.recipe.model.quantization
 
 
 def export_weights(
@@ -68,7 +73,7 @@ def export_weights(
     shard_size: str = "5GB",
     trust_remote_code: bool = False,
 ) -> Path:
-    """Writes a run's weights so that transformers or peft opens them, and verifies that they are what was trained.
+    """Writes a run's weights, verified to be what was trained, for transformers or peft to open; returns the folder.
 
     Args:
         place: A run, or one of its checkpoints.
@@ -78,13 +83,13 @@ def export_weights(
         trust_remote_code: Whether Python code that the run names or brings may run, though this user did not start it
             on this machine.
 
-    Returns:
-        The folder.
-
     Raises:
         FinetuneError: If it cannot be written, or is not what was trained: then no folder has the name.
     """
-    merge.return_memory_at_once()
+    # Freed memory goes back at once, not into pieces of a growing heap: merging a small model's many tensors held three
+    # copies of it. Source: mallopt(3), M_MMAP_THRESHOLD.
+    if (set_option := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
+        set_option(-3, 1 << 20)
     code = (trusted_code.SHIPPED, "task.name", "task.loss")
     found = find_weights.find_weights(place, step, runs=code, trusted=trust_remote_code)
     target = to if to is not None else found.run / "exports" / kind
@@ -93,19 +98,26 @@ def export_weights(
         head = merge.source_head(found)
         if kind == "adapter":
             _check_has_adapter(found)
-        ready, reason = merge.data_of(found, recipe)
-        if reason is not None:
-            say(f"No validation rows are compared, since the run's data cannot be prepared here: {reason}")
+        ready = _build_data(found, recipe, say)
         job = _Export(found, recipe, ready, kind, shard_size, head, merge.config_of(found, recipe, ready))
         staging = target.with_name(target.name + ".staging")
         try:
             remove_path(staging)
             staging.mkdir()
-            _write(job, staging, say)
+            stops = (_write_adapter if kind == "adapter" else _write_merged)(job, staging, say)
+            if ready.tokenizer is not None:
+                ready.tokenizer.save_pretrained(staging)
+            prompts.check_stop_tokens(staging, stops, ready.tokenizer)
             proof = _verify(job, staging)
             for line in proof:
                 say(line)
-            _finish(job, staging, target, proof)
+            model_card.write_model_card(staging, found, kind, proof, merge.base_folder(recipe), head)
+            facts = {"run": str(found.run), "step": found.step, "as": kind, "proof": proof}
+            write_json(staging / "export.json", {**facts, "base": found.facts.get("base")})
+            sync_files(staging)
+            sync_to_disk(staging)
+            staging.rename(target)
+            sync_to_disk(target.parent)
         except BaseException as error:
             _set_aside(staging, target)
             if isinstance(error, OSError) and not isinstance(error, CheckpointError):
@@ -119,17 +131,20 @@ def export_weights(
     return target
 
 
-def _write(job: _Export, staging: Path, say: Say) -> None:
-    """Writes weights, tokenizer and generation config, and checks the files."""
-    stops = _write_adapter(job, staging, say) if job.kind == "adapter" else _write_merged(job, staging, say)
-    tokenizer = job.ready.tokenizer
-    if tokenizer is not None:
-        tokenizer.save_pretrained(staging)
-    prompts.check_stop_tokens(staging, stops, tokenizer)
+def _build_data(source: WeightSource, recipe: Recipe, say: Say) -> TaskData:
+    """Returns the run's data; a tokenizer only, if they cannot be prepared here."""
+    try:
+        return find_task(recipe).build_data(recipe, True)
+    except (FinetuneError, OSError) as error:
+        reason = " ".join(str(error).split())
+    say(f"No validation rows are compared, since the run's data cannot be prepared here: {reason}")
+    trusted, there = recipe.model.trust_remote_code, any(source.weights.glob("tokenizer*"))
+    tokenizer = AutoTokenizer.from_pretrained(source.weights, trust_remote_code=trusted) if there else None
+    return TaskData(train=None, tokenizer=tokenizer)
 
 
 def _write_merged(job: _Export, staging: Path, say: Say) -> list[int]:
-    """Returns the tokens at which generation stops; likewise `_write_adapter`."""
+    """Writes weights and generation config; returns the tokens at which generation stops. So does `_write_adapter`."""
     base = job.recipe.model.name or "base"
     model = merge.build_merged(job.source, job.recipe, job.ready, job.dtype)
     if job.quantized == "stored":
@@ -146,7 +161,7 @@ def _write_merged(job: _Export, staging: Path, say: Say) -> list[int]:
     model.save_pretrained(staging, max_shard_size=job.shard_size)
     del model
     gc.collect()  # networks refer to themselves
-    say(validate_files.check_files(staging, shapes, job.dtype, ties, infinite))
+    say(verify_export.check_files(staging, shapes, job.dtype, ties, infinite))
     return stops
 
 
@@ -154,15 +169,20 @@ def _write_adapter(job: _Export, staging: Path, say: Say) -> list[int]:
     weights, section = job.source.weights, job.recipe.model
     tensors = merge.load_tensors(weights / merge.ADAPTER)
     save_file({name: tensor.float() for name, tensor in tensors.items()}, staging / merge.ADAPTER, {"format": "pt"})
-    lora_adapters.copy_adapter_config(weights, staging, base=str(section.name), revision=section.revision)
+    config = path_kinds.adapter_config(weights) | {"inference_mode": True, "revision": section.revision}
+    config["base_model_name_or_path"] = section.name
+    (staging / "adapter_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     stops: list[int] = []
     if job.head.next_token:
         # peft takes the base's; this one is for people to give to `generate`, and for ours.
-        generation = merge.generation_of(job.recipe)
+        try:
+            generation = GenerationConfig.from_pretrained(str(section.name), revision=section.revision)
+        except OSError:  # it has none
+            generation = GenerationConfig.from_model_config(job.config)
         stops = _stops(job, generation, say)
         prompts.stopping_at(generation, stops).save_pretrained(staging)
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    say(validate_files.check_files(staging, shapes, job.dtype))
+    say(verify_export.check_files(staging, shapes, job.dtype))
     return stops
 
 
@@ -177,11 +197,7 @@ def _verify(job: _Export, staging: Path) -> list[str]:
     """Compares what was written with the network as it was trained, and returns the results for people."""
     recipe = job.recipe
     model = merge.build_trained(job.source, recipe, job.ready, quantised=False)
-    text = lora_adapters.config_of(model).get_text_config()
-    longest = min(getattr(text, "max_position_embeddings", None) or 64, 64)
-    probe = verify_export.probe_network(
-        model, job.ready, text=job.head.next_token, vocabulary=text.vocab_size, longest=longest
-    )
+    probe = verify_export.probe_network(model, job.ready, text=job.head.next_token)
     adapter = job.kind == "adapter"
     if adapter:
         state = model.state_dict()
@@ -202,8 +218,7 @@ def _verify(job: _Export, staging: Path) -> list[str]:
         "dequantize": job.quantized == "stored",
     }
     answer = verify_export.open_in_fresh_process(staging, probe, question)
-    verify_export.check_figures(staging, answer, probe, worst, job.dtype)
-    proof = [verify_export.describe_figures(answer, probe, worst, job.dtype)]
+    proof = [verify_export.check_figures(staging, answer, probe, worst, job.dtype)]
     if job.quantized is not None:
         quantized = merge.build_trained(job.source, recipe, job.ready, quantised=True)
         proof.append(verify_export.quantization_note(quantized, probe, job.quantized))
@@ -211,21 +226,16 @@ def _verify(job: _Export, staging: Path) -> list[str]:
 
 
 def _check_has_adapter(found: WeightSource) -> None:
-    if found.recipe.lora is None:
-        raise RecipeError(
-            f"{found.run} trained all weights (its recipe has no lora section), so there is no adapter. Use --as "
-            "merged or --as merged-16bit."
-        )
-    if found.recipe.model.rope_scaling is not None:
-        raise RecipeError(
-            f"{found.run} stretched the positions of its base (model.rope_scaling), which an adapter cannot say of the "
-            "model that it is put on. Use --as merged or --as merged-16bit."
-        )
-    if found.recipe.model.name is None:
-        raise RecipeError(
-            f"{found.run} put its adapter onto random weights, which lie in no folder that peft could open. Use "
-            "--as merged."
-        )
+    recipe = found.recipe
+    if recipe.lora is None:
+        why = "trained all weights (its recipe has no lora section), so there is no adapter"
+    elif recipe.model.rope_scaling is not None:
+        why = "stretched the positions of its base (model.rope_scaling), of which an adapter says nothing"
+    elif recipe.model.name is None:
+        why = "put its adapter onto random weights, which lie in no folder that peft could open"
+    else:
+        return
+    raise RecipeError(f"{found.run} {why}. Use --as merged or --as merged-16bit.")
 
 
 @contextlib.contextmanager
@@ -276,13 +286,33 @@ def _set_aside(staging: Path, target: Path) -> None:
             remove_path(staging)
 
 
-def _finish(job: _Export, staging: Path, target: Path, proof: list[str]) -> None:
-    """Writes what describes the weights, and gives the folder its name."""
-    head = job.head
-    model_card.write_model_card(staging, job.source, job.kind, proof, merge.base_folder(job.recipe), head)
-    facts = {"run": str(job.source.run), "step": job.source.step, "as": job.kind, "proof": proof}
-    write_json(staging / "export.json", {**facts, "base": job.source.facts.get("base")})
-    sync_files(staging)
-    sync_to_disk(staging)
-    staging.rename(target)
-    sync_to_disk(target.parent)
+def check_login(name: str) -> None:
+    """Raises a `CheckpointError` if nobody is logged in to the hub, or it does not answer."""
+    if huggingface_hub.get_token() is None:
+        raise CheckpointError(
+            f"--push-to {name}: nobody is logged in to the hub. Run `hf auth login`, or set HF_TOKEN; or leave "
+            "--push-to out, and upload the folder later. Nothing was written."
+        )
+    try:
+        huggingface_hub.HfApi().whoami()
+    except Exception as error:  # the client's errors have many classes
+        raise CheckpointError(
+            f"--push-to {name}: the hub refuses this login, or is out of reach: {one_line(error)[:300]}."
+        ) from error
+
+
+def push_folder(folder: Path, name: str) -> str:
+    """Uploads a folder as a private model; returns its address.
+
+    Raises:
+        CheckpointError: If that fails; the folder stays.
+    """
+    api = huggingface_hub.HfApi()
+    try:
+        place = api.create_repo(name, private=True, exist_ok=True)
+        api.upload_folder(repo_id=place.repo_id, folder_path=str(folder), commit_message="Export")
+    except Exception as error:  # the client's errors have many classes
+        raise CheckpointError(
+            f"--push-to {name}: {one_line(error)[:300]}. The export is whole, in {folder}: `hf upload {name} {folder}`."
+        ) from error
+    return str(place)

@@ -6,15 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from finetune.checkpoint import integrity, trusted_code
-from finetune.checkpoint.checkpoint_store import (
-    CheckpointStore,
-    LocalCheckpointStore,
-    find_checkpoint,
-    name_of,
-    open_store,
-    step_of,
-)
+from finetune.checkpoint import checkpoint_store, integrity, trusted_code
+from finetune.checkpoint.checkpoint_store import CheckpointStore, name_of, step_of
 from finetune.checkpoint.run_facts import RUN, read_facts
 from finetune.config import path_kinds
 from finetune.config.recipe import load_recipe
@@ -57,14 +50,10 @@ class WeightSource:
         absent = [name for name in self.ends if name not in known]
         if absent:
             raise CheckpointError(
-                f"{self.run / 'run.json'} says that answers end in '{absent[0]}', which the tokenizer does not know. "
-                "Restore the run's tokenizer."
+                f"{self.run / 'run.json'}: answers end in '{absent[0]}', which the tokenizer lacks. Restore the run's."
             )
         return [int(known[name]) for name in self.ends]
 
-
-# Keys whose code opening a network may run.
-_LOADS = (trusted_code.SHIPPED,)
 
 # Files and folders that are read or written in a run's directory.
 _NAMES = ("recipe.yaml", "run.json", "incidents.jsonl", "checkpoints", "model", "exports", "harness.json")
@@ -76,7 +65,7 @@ def is_run(place: Path) -> bool:
 
 
 def find_weights(
-    place: Path, step: int | None = None, *, runs: Collection[str] = _LOADS, trusted: bool = False
+    place: Path, step: int | None = None, *, runs: Collection[str] = (trusted_code.SHIPPED,), trusted: bool = False
 ) -> WeightSource:
     """Returns the weights that a run or checkpoint holds, every byte compared with a checkpoint's manifest.
 
@@ -84,7 +73,7 @@ def find_weights(
     run continued after that.
 
     Args:
-        runs: Keys of its recipe whose code the caller runs.
+        runs: Keys of its recipe whose code the caller runs; by default what opening a network may run.
         trusted: True if the person at the keyboard says that it may.
 
     Raises:
@@ -114,7 +103,7 @@ def _locate(place: Path, step: int | None) -> tuple[Path, CheckpointStore, str |
     if _is_checkpoint(place):
         if step is not None and step != step_of(place.resolve().name):
             raise CheckpointError(f"{place} is one checkpoint, and not that of step {step}. Leave --step out.")
-        folder, store = place.resolve(), LocalCheckpointStore(place.resolve().parent)
+        folder, store = place.resolve(), checkpoint_store.LocalCheckpointStore(place.resolve().parent)
         run = folder.parent.parent
         _check_links(run)
         if not (run / "recipe.yaml").is_file():
@@ -125,13 +114,13 @@ def _locate(place: Path, step: int | None) -> tuple[Path, CheckpointStore, str |
         return run, store, folder.name
     _check_links(place)
     if not (place / "recipe.yaml").is_file():
-        if (wrong := path_kinds.not_a_run(place)) is not None:
+        if (wrong := path_kinds.why_not(place, "run")) is not None:
             raise CheckpointError(f"{wrong} Weights are taken out of run directories and checkpoints.")
         raise CheckpointError(
             f"{place} is no run (it has no recipe.yaml) and no checkpoint of one (no manifest.json). Name a run "
             "directory, such as runs/sample, or runs/sample/checkpoints/step-00000100."
         )
-    checkpoints = open_store(place)
+    checkpoints = checkpoint_store.open_store(place)
     names = checkpoints.list_names()
     if step is not None:
         if name_of(step) not in names:
@@ -156,13 +145,12 @@ def _check_links(run: Path) -> None:
     for path in (*(run / name for name in _NAMES), *sorted((run / "model").glob("*"))):
         if path.is_symlink():
             raise CheckpointError(
-                f"{path} is a symbolic link, and links in a run directory are not followed. Put what it leads to in "
-                "its place."
+                f"{path} is a symbolic link, and links in a run directory are not followed. Put its target there."
             )
 
 
 def _is_checkpoint(place: Path) -> bool:
-    return find_checkpoint(place)[1] is not None or step_of(place.name) is not None
+    return checkpoint_store.find_checkpoint(place)[1] is not None or step_of(place.name) is not None
 
 
 def _facts(run: Path) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Opens an exported folder in a fresh process, by transformers and peft alone, and compares it with what was trained.
 
-Run as a file, so that nothing else of this toolkit is imported: `python -P fresh_process.py ask.json`.
+Run as a file, so that nothing else of this toolkit is imported: `python -P fresh_process.py QUESTION`, in JSON.
 """
 
 import json
@@ -42,10 +42,10 @@ def compute_logits(network: Any, inputs: dict[str, torch.Tensor], options: dict[
     return logits
 
 
-def mean_loss(network: Any, tensors: dict[str, torch.Tensor], rows: int, options: dict[str, Any]) -> float | None:
+def mean_loss(network: Any, tensors: dict[str, torch.Tensor], options: dict[str, Any]) -> float | None:
     """Returns the mean cross-entropy over the targets of the rows `row0.*`, `row1.*` and so on; None without any."""
     loss, targets = 0.0, 0
-    for row in range(rows):
+    for row in range(sum(name.endswith(".targets") for name in tensors)):
         inputs = select_inputs(tensors, f"row{row}")
         wanted = inputs.pop("targets").flatten()
         scores = compute_logits(network, inputs, options).flatten(0, -2)
@@ -63,18 +63,18 @@ def compare(ask: dict[str, Any]) -> dict[str, Any]:
     """Returns the differences between the opened network and the trained one."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    given = load_file(ask["tensors"])
+    given = load_file(Path(ask["place"], "tensors.safetensors"))
     network, report = _open(ask)
     logits, expected = compute_logits(network, select_inputs(given, "probe"), ask["options"]), given["expected"]
     return {
         **report,
         "finite": bool(torch.isfinite(logits).all()),
         "distance": float((logits - expected).abs().max()) / (float(expected.abs().max()) or 1.0),
-        "loss": mean_loss(network, given, ask["rows"], ask["options"]),
+        "loss": mean_loss(network, given, ask["options"]),
         "ours": sorted(name for name in sys.modules if name.split(".")[0] == "finetune"),
     }
 
 
 if __name__ == "__main__":
-    question = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    Path(question["answer"]).write_text(json.dumps(compare(question)), encoding="utf-8")
+    question = json.loads(sys.argv[1])
+    Path(question["place"], "answer.json").write_text(json.dumps(compare(question)), encoding="utf-8")

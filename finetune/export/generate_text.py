@@ -44,12 +44,10 @@ class _Stream:
     write: Callable[[str], None]
     written: str = ""
     ids: list[int] = field(default_factory=list)
-    prompt: list[int] = field(default_factory=list)
+    start: int | None = None
+    """Length of the prompt, which comes first."""
 
     def put(self, value: torch.Tensor) -> None:
-        if not self.prompt:  # which comes first
-            self.prompt = value.flatten().tolist()
-            return
         self.ids += value.flatten().tolist()
         self._hand_on(last=False)
 
@@ -57,11 +55,11 @@ class _Stream:
         self._hand_on(last=True)
 
     def _hand_on(self, *, last: bool) -> None:
-        before = self.tokenizer.decode(self.prompt, skip_special_tokens=True)
-        text = self.tokenizer.decode([*self.prompt, *self.ids], skip_special_tokens=True)[len(before) :]
-        if text.endswith("\ufffd") and not last:
-            return
-        if text.startswith(self.written):
+        decoded = self.tokenizer.decode(self.ids, skip_special_tokens=True)
+        if self.start is None:
+            self.start = len(decoded)
+        text = decoded[self.start :]
+        if text.startswith(self.written) and (last or not text.endswith("\ufffd")):
             self.write(text[len(self.written) :])
             self.written = text
 

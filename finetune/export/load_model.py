@@ -15,7 +15,7 @@ from finetune.config.recipe_schema import Recipe
 from finetune.export import find_weights, merge
 from finetune.models import lora_adapters, pretrained_files, prompts
 from finetune.models.heads import NEXT_TOKEN
-from finetune.tasks import causal_checks
+from finetune.tasks import causal_lm
 from finetune.tasks.task import Batch, TaskData
 from finetune.tasks.task_lookup import head_of
 from finetune.utils.errors import CheckpointError, RecipeError
@@ -92,7 +92,7 @@ def load_model(
             return _load_adapter(place, base, dtype, trust_remote_code)
         if base is not None:
             raise CheckpointError(f"--base is for adapters, and {name} has no adapter_config.json.")
-        if path_kinds.kind_of(place) != "adapter" and (wrong := path_kinds.not_a_model(place)) is not None:
+        if path_kinds.kind_of(place) != "adapter" and (wrong := path_kinds.why_not(place, "model")) is not None:
             raise CheckpointError(wrong)
         if place.is_dir() and not (place / "config.json").is_file():
             raise CheckpointError(
@@ -127,7 +127,7 @@ def _load_adapter(place: Path, base: str | None, dtype: torch.dtype | str, trust
     name = base or facts.get("base_model_name_or_path")
     if not name:
         raise CheckpointError(f"{place / 'adapter_config.json'} names no base. Name it with --base.")
-    if (wrong := path_kinds.not_a_model(Path(name))) is not None:
+    if (wrong := path_kinds.why_not(Path(name), "model")) is not None:
         raise CheckpointError(f"The adapter's base: {wrong}" if base is None else f"--base: {wrong}")
     model, lines = _load_plain(name, dtype, trusted, facts.get("revision") if base is None else None)
     folder = str(place) if any(place.glob("tokenizer*")) else name
@@ -165,12 +165,11 @@ def _ready(opened: LoadedModel) -> LoadedModel:
     network = opened.network.to("cuda" if torch.cuda.is_available() else "cpu").eval().requires_grad_(False)
     inner = lora_adapters.transformer(network)
     if inner is not None:
-        seen = causal_checks.sees_ahead(inner, opened.scores, opened.device).item()
-        if seen > causal_checks.seen_tolerance(opened.precision):
+        seen = causal_lm.sees_ahead(inner, opened.scores, opened.device).item()
+        if seen > causal_lm.tolerances(opened.precision)[0]:
             raise RecipeError(
                 f"{opened.tokenizer_folder} is no causal language model as it is configured "
-                f"({inner.config.model_type}): tokens see those behind them, so that neither its texts nor its "
-                "perplexity mean anything. Set `is_decoder: true` in its config.json if it was trained so, or open "
-                "another model."
+                f"({inner.config.model_type}): tokens see those behind them, so that its texts and perplexity mean "
+                "nothing. Set `is_decoder: true` in its config.json if it was trained so, or open another model."
             )
     return opened

@@ -1,27 +1,26 @@
 """Builds the network that was trained, and the merged one that is written."""
 
-import ctypes
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from finetune.checkpoint import trusted_code
 from finetune.checkpoint.run_fingerprint import base_of
 from finetune.config.recipe_schema import Recipe
 from finetune.export.find_weights import WeightSource
-from finetune.export.validate_files import tensors_of_file
+from finetune.export.verify_export import tensors_of_file
 from finetune.models import lora_adapters
 from finetune.models.build_network import base_dtype, build_base_model, build_model
 from finetune.models.heads import Head
 from finetune.models.model_config import resolve_model_config
 from finetune.models.pretrained_files import stored_dtype, weights_folder
 from finetune.tasks.task import TaskData
-from finetune.tasks.task_lookup import BUILT_IN, find_task, head_of, task_config
+from finetune.tasks.task_lookup import BUILT_IN, head_of, task_config
 from finetune.utils.compat import transformers_private
-from finetune.utils.errors import CheckpointError, FinetuneError, RecipeError
+from finetune.utils.errors import CheckpointError, RecipeError
 
 ADAPTER = "adapter_model.safetensors"
 
@@ -40,22 +39,6 @@ def source_head(source: WeightSource) -> Head:
             f"{source.weights}."
         )
     return head
-
-
-def data_of(source: WeightSource, recipe: Recipe) -> tuple[TaskData, str | None]:
-    """Returns the run's data, and the reason if there are none: then there is a tokenizer only.
-
-    Args:
-        recipe: The run's, with the base at its place, beside which the tokenizer may lie.
-    """
-    try:
-        return find_task(recipe).build_data(recipe, True), None
-    except (FinetuneError, OSError) as error:
-        reason = " ".join(str(error).split())
-    trusted = recipe.model.trust_remote_code
-    there = any(source.weights.glob("tokenizer*"))
-    tokenizer = AutoTokenizer.from_pretrained(source.weights, trust_remote_code=trusted) if there else None
-    return TaskData(train=None, tokenizer=tokenizer), reason
 
 
 def with_base(source: WeightSource, base: str | None) -> Recipe:
@@ -77,8 +60,7 @@ def with_base(source: WeightSource, base: str | None) -> Recipe:
     recorded = source.facts.get("base")
     if recorded is None:
         raise CheckpointError(
-            f"{source.run / 'run.json'} does not say which base the run began with, so nothing can be merged onto it "
-            "safely. Restore the file from a copy."
+            f"{source.run / 'run.json'} does not say which base the run began with. Restore the file from a copy."
         )
     try:
         found = base_of(recipe)
@@ -125,8 +107,14 @@ def build_trained(
         network = build_model(recipe, config, head)
     else:
         plain = _with_model(recipe, quantization=None)
-        network = dequantise(build_base_model(plain, config, head, dtype=dtype))
-        network = lora_adapters.attach(network, recipe, head)
+        base: Any = build_base_model(plain, config, head, dtype=dtype)
+        if getattr(base.config, "quantization_config", None) is not None:
+            base = base.dequantize()
+            if hasattr(base.config, "quantization_config"):
+                del base.config.quantization_config
+            # How quantized weights were read; written back by it, plain ones would not be.
+            transformers_private.forget_weight_conversions(base)
+        network = lora_adapters.attach(base, recipe, head)
     lora_adapters.fill_adapters(network, load_tensors(source.weights / ADAPTER), str(source.weights / ADAPTER))
     return network.eval()
 
@@ -140,22 +128,6 @@ def build_merged(source: WeightSource, recipe: Recipe, ready: TaskData, dtype: t
     return lora_adapters.merge_adapters(build_trained(source, recipe, ready, quantised=False, dtype=stored), dtype)
 
 
-def dequantise(network: PreTrainedModel) -> PreTrainedModel:
-    """Returns the network itself, or with plain weights if it was stored quantised."""
-    if not is_quantised(network.config):
-        return network
-    whole: Any = network.dequantize()
-    if hasattr(whole.config, "quantization_config"):
-        del whole.config.quantization_config
-    # How quantized weights were read; written back by it, plain ones would not be.
-    transformers_private.forget_weight_conversions(whole)
-    return whole
-
-
-def is_quantised(config: PretrainedConfig) -> bool:
-    return getattr(config, "quantization_config", None) is not None
-
-
 def load_tensors(file: Path) -> dict[str, torch.Tensor]:
     """Returns the tensors of a file, mapped.
 
@@ -163,14 +135,6 @@ def load_tensors(file: Path) -> dict[str, torch.Tensor]:
         CheckpointError: If it cannot be read.
     """
     return dict(tensors_of_file(file, "Restore it, or take another step."))
-
-
-def generation_of(recipe: Recipe) -> GenerationConfig:
-    """Returns the base's generation config."""
-    try:
-        return GenerationConfig.from_pretrained(str(recipe.model.name), revision=recipe.model.revision)
-    except OSError:  # it has none
-        return GenerationConfig.from_model_config(resolve_model_config(recipe))
 
 
 def config_of(source: WeightSource, recipe: Recipe, ready: TaskData) -> Any:
@@ -186,17 +150,6 @@ def base_folder(recipe: Recipe) -> Path | None:
         return None if recipe.model.name is None else weights_folder(recipe.model.name, recipe.model.revision)
     except OSError:
         return None
-
-
-def return_memory_at_once() -> None:
-    """Has the C library give each freed tensor's memory back, instead of keeping it in pieces of a growing heap.
-
-    Without this, merging a small model's many tensors held three copies of it. Where there is no such call, nothing
-    happens. Source: mallopt(3), M_MMAP_THRESHOLD.
-    """
-    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
-    if set_option is not None:
-        set_option(-3, 1 << 20)
 
 
 def _from_weights(source: WeightSource, recipe: Recipe) -> Recipe:

@@ -13,11 +13,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from finetune.distributed.backend import Backend
-from finetune.export.validate_files import INDEX, tensors_of, tensors_of_file
+from finetune.export.verify_export import INDEX, tensors_of, tensors_of_file
 from finetune.models.forward_wrapper import unwrap
 from finetune.models.lora_adapters import adapter_config, adapter_keys, transformer
 from finetune.models.pretrained_files import as_written, written_one_by_one
-from finetune.utils.atomic_files import follow_umask, remove_path, sync_to_disk, write_json
+from finetune.utils.atomic_files import remove_path, sync_files, write_json
 from finetune.utils.errors import CheckpointError
 
 _FILE_BYTES = 5 * 10**9
@@ -106,12 +106,13 @@ def _write(
         describe_model(network, None, staging)
         check_written(staging, named)
     else:
-        kept = set(network.state_dict())
+        kept = network.state_dict().keys()
         buffers = ((name, buffer.detach().cpu().clone()) for name, buffer in network.named_buffers() if name in kept)
+        every = itertools.chain(tensors, buffers)
         if isinstance(skeleton, PreTrainedModel):
-            _write_pretrained(network, skeleton, itertools.chain(tensors, buffers), staging)
+            _write_pretrained(network, skeleton, every, staging)
         else:
-            own = {**dict(tensors), **dict(buffers)}
+            own = dict(every)
             save_file(own, staging / "model.safetensors")
             check_written(staging, own)
     if tokenizer is not None:
@@ -147,8 +148,7 @@ def _write_pretrained(
     absent = [name for name in missing if tied.get(name) not in blanks]
     if absent or unexpected:
         raise CheckpointError(
-            f"The gathered weights do not fit the network: missing {absent}, unexpected {unexpected}. "
-            "Nothing was written."
+            f"The gathered weights do not fit the network: missing {absent}, unexpected {unexpected}."
         )
     if twice := sorted(tied.keys() & blanks.keys()):
         raise _not_trained(
@@ -176,7 +176,7 @@ def _write_parts(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> d
     def write() -> None:
         file = folder / f"part-{len(parts)}.safetensors"
         save_file(held, file, metadata={"format": "pt"})
-        _compare(file, tensors_of_file(file), held)
+        check_written(file, held)
         parts[file] = {name: tensor.nbytes for name, tensor in held.items()}
         held.clear()
 
@@ -188,18 +188,14 @@ def _write_parts(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> d
     return parts
 
 
-def check_written(folder: Path, expected: dict[str, torch.Tensor]) -> None:
-    """Compares the tensors in a folder's files with those that were to be written, bit by bit.
+def check_written(place: Path, expected: dict[str, torch.Tensor]) -> None:
+    """Compares the tensors in a file, or in a folder's files, with those that were to be written, bit by bit.
 
     Raises:
         CheckpointError: If one is missing, unexpected, or another.
     """
-    _compare(folder, tensors_of(folder), expected)
-
-
-def _compare(place: Path, found: Iterable[tuple[str, torch.Tensor]], expected: dict[str, torch.Tensor]) -> None:
     left = dict(expected)
-    for name, tensor in found:
+    for name, tensor in tensors_of(place) if place.is_dir() else tensors_of_file(place):
         wanted = left.pop(name, None)
         if wanted is None:
             raise _not_trained(place, f"it holds {name}, which the trained network does not have")
@@ -212,19 +208,6 @@ def _compare(place: Path, found: Iterable[tuple[str, torch.Tensor]], expected: d
 
 def _not_trained(folder: Path, difference: str) -> CheckpointError:
     return CheckpointError(
-        f"{folder}, read back, is not the network that was trained: {difference}. It has not got its name. Where a "
-        "checkpoint was saved, write the model from it with `finetune export`; if this happens again, look for a disk "
-        "or memory that fails."
+        f"{folder}, read back, is not the network that was trained: {difference}. Write the model from a checkpoint "
+        "with `finetune export`; if this happens again, look for a disk or memory that fails."
     )
-
-
-def sync_files(folder: Path) -> None:
-    """Returns once all files of a new folder are on the disk, with the mode that the umask asks for.
-
-    Raises:
-        OSError: If they cannot be written there.
-    """
-    follow_umask(folder)
-    for path in sorted(folder.rglob("*")):
-        if path.is_file():
-            sync_to_disk(path)

@@ -1,25 +1,32 @@
-"""Verifies that written weights are those that were trained: opened by a fresh process, and tensor by tensor."""
+"""Verifies that written weights are those that were trained.
+
+Files are checked before anything opens them: names, sizes, finite numbers, ties. Then a fresh process opens them, and
+they are compared tensor by tensor.
+"""
 
 import json
 import math
 import subprocess
 import sys
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
 from finetune.export import fresh_process
-from finetune.export.validate_files import tensors_of
 from finetune.models import lora_adapters
 from finetune.tasks.task import TaskData
 from finetune.utils import json_files
 from finetune.utils.errors import CheckpointError
 from finetune.utils.temporary_folders import temporary_folder
+
+INDEX = "model.safetensors.index.json"
 
 # Largest difference of a logit, as a share of the largest logit, and of the mean loss in nats. The fresh process
 # computes in fp32 whatever the weights are stored in, so what is left is the rounding of weights, and in fp32 the
@@ -32,13 +39,123 @@ _PROBE = (2, 64)
 _NUM_ROWS = 8
 
 
+def tensors_of(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields each tensor that lies in a folder, mapped, one at a time.
+
+    Raises:
+        CheckpointError: If a file cannot be read, or one that the index names is not there.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    if (folder / INDEX).is_file():
+        places = _read_index(folder)["weight_map"]
+        absent = sorted(set(places.values()) - {file.name for file in files})
+        if absent:
+            raise CheckpointError(f"{folder} lacks {', '.join(absent)}, which its index names. Export it again.")
+    for file in files:
+        yield from tensors_of_file(file)
+
+
+def tensors_of_file(file: Path, advice: str = "Export it again.") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields each tensor of a file, mapped, one at a time.
+
+    Args:
+        advice: What to do if it cannot be read.
+
+    Raises:
+        CheckpointError: If it cannot be read.
+    """
+    try:
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - it is no mapping
+                yield name, opened.get_tensor(name)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}. {advice}") from error
+
+
+def _read_index(folder: Path) -> dict[str, Any]:
+    shape: json_files.Shape = {"weight_map": dict, "metadata": {"total_size": int}}
+    try:
+        found: dict[str, Any] = json_files.read(folder / INDEX, shape, needed=["weight_map", "metadata"])
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder / INDEX} cannot be read: {error}. Export it again.") from error
+    return found
+
+
+def check_files(
+    folder: Path,
+    expected: dict[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    ties: Mapping[str, str] | None = None,
+    infinite: Collection[str] = (),
+) -> str:
+    """Compares a folder's tensors with the expected ones, and says for people how many there are.
+
+    Args:
+        expected: Shapes by name; tied names may be missing.
+        ties: Names that are one weight: the one that is not written, and the one that is.
+        infinite: Buffers that may hold infinities, such as causal masks.
+
+    Raises:
+        CheckpointError: With the first thing that is wrong.
+    """
+    ties, found = ties or {}, dict[str, tuple[int, ...]]()
+    twice: dict[str, torch.Tensor] = {}
+    size = 0
+    for name, tensor in tensors_of(folder):
+        fits = tensor.isnan().logical_not() if name in infinite else tensor.isfinite()
+        if tensor.is_floating_point() and not bool(fits.all()):
+            raise CheckpointError(
+                f"{folder}: {name} holds {int((~torch.isfinite(tensor)).sum()):,} numbers that are NaN or infinite"
+                f"{', as fp16 ends at 65,504' if dtype == torch.float16 else ''}. Take an earlier step (--step)."
+            )
+        if tensor.numel() == 0:
+            raise CheckpointError(f"{folder}: {name} is empty. What it was written from was never gathered.")
+        found[name], size = tuple(tensor.shape), size + tensor.nbytes
+        if name in ties or name in ties.values():
+            twice[name] = tensor
+    for name, other in ties.items():
+        if name in twice and other in twice and not torch.equal(twice[name], twice[other]):
+            raise CheckpointError(
+                f"{folder}: {name} and {other} are one weight (tie_word_embeddings), but were written with different "
+                "values, of which only one would be read. Export it again, or set tie_word_embeddings to false."
+            )
+    # A tied name may be missing.
+    _check_listing(folder, found, {n: s for n, s in expected.items() if n in found or n not in ties}, size, dtype)
+    return f"Written: {len(expected) - len(ties)} tensors of {str(dtype).removeprefix('torch.')}, {size:,} bytes."
+
+
+def _check_listing(
+    folder: Path, found: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]], size: int, dtype: torch.dtype
+) -> None:
+    """Compares names, shapes and sizes of what was written with what was to be."""
+    missing, unexpected = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
+    if not found:
+        raise CheckpointError(f"{folder} holds no tensor: nothing was written. Take another step with --step.")
+    if missing or unexpected:
+        raise CheckpointError(
+            f"{folder}: {len(missing)} tensors are missing ({', '.join(missing[:3]) or 'none'}) and {len(unexpected)} "
+            f"unexpected ({', '.join(unexpected[:3]) or 'none'}). Export it again."
+        )
+    for name, shape in found.items():
+        if shape != expected[name]:
+            raise CheckpointError(f"{folder}: {name} has shape {list(shape)}, not {list(expected[name])}.")
+    wanted = sum(torch.Size(shape).numel() for shape in found.values()) * dtype.itemsize
+    on_disk = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    told = _read_index(folder)["metadata"]["total_size"] if (folder / INDEX).is_file() else size
+    # Headers take some hundred bytes a tensor.
+    if size != wanted or told != size or not size < on_disk < size + 4096 * (len(found) + 8):
+        raise CheckpointError(
+            f"{folder}: the tensors take {size:,} bytes, the files {on_disk:,}, and the index says {told:,}, where "
+            f"{len(found)} tensors of {str(dtype).removeprefix('torch.')} need {wanted:,}. Export it again."
+        )
+
+
 @dataclass(frozen=True)
 class Probe:
     """Inputs of the trained and the opened network, and the trained one's logits."""
 
     tensors: dict[str, torch.Tensor]
     """`probe.*`, the inputs whose logits are `expected`, and `row0.*` and so on, rows of data."""
-    rows: int
     options: dict[str, Any]
     loss: float | None
     """Mean loss of the trained network over the targets of the rows; None without any."""
@@ -46,7 +163,7 @@ class Probe:
     """Largest difference that the adapters make to a logit of the base."""
 
 
-def probe_network(network: nn.Module, ready: TaskData, *, text: bool, vocabulary: int, longest: int) -> Probe:
+def probe_network(network: nn.Module, ready: TaskData, *, text: bool) -> Probe:
     """Runs the trained network on fixed tokens and on some validation rows.
 
     Args:
@@ -54,16 +171,17 @@ def probe_network(network: nn.Module, ready: TaskData, *, text: bool, vocabulary
     """
     generator = torch.Generator().manual_seed(0)
     # Without padding tokens, classifiers of some architectures take single rows only.
+    config = lora_adapters.config_of(network).get_text_config()
+    longest = getattr(config, "max_position_embeddings", None) or _PROBE[1]
     shape = (_PROBE[0] if text else 1, min(_PROBE[1], longest))
-    inputs = {"input_ids": torch.randint(0, vocabulary, shape, generator=generator)}
+    inputs = {"input_ids": torch.randint(0, config.vocab_size, shape, generator=generator)}
     if not text:
         inputs["attention_mask"] = torch.ones(shape, dtype=torch.int64)
     rows = ready.validation if ready.validation is not None else ready.train
-    count = min(_NUM_ROWS, len(rows)) if rows is not None else 0
     options = {"use_cache": False} if text else {}
     logits = fresh_process.compute_logits(network, inputs, options)
     tensors = {f"probe.{name}": tensor for name, tensor in inputs.items()} | {"expected": logits}
-    for row in range(count):
+    for row in range(min(_NUM_ROWS, len(rows)) if rows is not None else 0):
         assert rows is not None
         tensors |= {f"row{row}.{name}": t.contiguous() for name, t in rows.batch(np.array([row])).items()}
     moved = None
@@ -71,7 +189,7 @@ def probe_network(network: nn.Module, ready: TaskData, *, text: bool, vocabulary
     if lora_adapters.adapter_config(network) is not None:
         with adapted.disable_adapter():
             moved = float((fresh_process.compute_logits(network, inputs, options) - logits).abs().max())
-    return Probe(tensors, count, options, fresh_process.mean_loss(network, tensors, count, options), moved)
+    return Probe(tensors, options, fresh_process.mean_loss(network, tensors, options), moved)
 
 
 def quantization_note(network: nn.Module, probe: Probe, kind: str) -> str:
@@ -80,7 +198,7 @@ def quantization_note(network: nn.Module, probe: Probe, kind: str) -> str:
     logits = fresh_process.compute_logits(network, inputs, probe.options)
     away = float((logits - expected).abs().max() / expected.abs().max())
     text = f"In training the base was quantised ({kind}): with it, logits differ by {away:.1e} of the largest"
-    loss = fresh_process.mean_loss(network, probe.tensors, probe.rows, probe.options)
+    loss = fresh_process.mean_loss(network, probe.tensors, probe.options)
     if loss is not None and probe.loss is not None:
         text += f", and the loss is {loss:.5f} instead of {probe.loss:.5f}"
     return f"{text}. That is the quantisation's distance, not the export's."
@@ -97,17 +215,9 @@ def open_in_fresh_process(folder: Path, probe: Probe, about: dict[str, Any]) -> 
     """
     with temporary_folder() as place:
         save_file(probe.tensors, place / "tensors.safetensors")
-        question = {
-            "folder": str(folder.resolve()),
-            "tensors": str(place / "tensors.safetensors"),
-            "answer": str(place / "answer.json"),
-            "rows": probe.rows,
-            "options": probe.options,
-            **about,
-        }
-        (place / "ask.json").write_text(json.dumps(question), encoding="utf-8")
+        question = {"folder": str(folder.resolve()), "place": str(place), "options": probe.options, **about}
         # As a file and without its folder on the path: nothing of this toolkit can help.
-        words = [sys.executable, "-P", str(fresh_process.__file__), str(place / "ask.json")]
+        words = [sys.executable, "-P", str(fresh_process.__file__), json.dumps(question)]
         done = subprocess.run(words, capture_output=True, text=True, check=False)
         if done.returncode or not (place / "answer.json").is_file():
             last = (done.stderr.strip().splitlines() or [f"it ended with code {done.returncode}"])[-1]
@@ -134,8 +244,8 @@ def worst_tensor(folder: Path, expected: dict[str, torch.Tensor]) -> tuple[str, 
 
 def check_figures(
     folder: Path, answer: dict[str, Any], probe: Probe, worst: tuple[str, float], dtype: torch.dtype
-) -> None:
-    """Compares what a fresh process answered with what is allowed.
+) -> str:
+    """Compares what a fresh process answered with what is allowed, and describes it for people.
 
     Args:
         worst: The tensor that differs most, and by how much, as a share of its largest number.
@@ -150,29 +260,21 @@ def check_figures(
         raise CheckpointError(f"Opening {folder} in a fresh process, transformers finds {listing}.")
     if probe.moved == 0:
         raise CheckpointError(
-            f"{folder}: the adapter changes no logit of its base: nothing was trained, or it was lost as it was saved. "
-            "Take another step with --step."
+            f"{folder}: the adapter changes no logit of its base: nothing was trained. Take another step with --step."
         )
-    (name, away), (most, most_loss), distance = worst, TOLERANCE[dtype], answer["distance"]
-    loss, said = answer["loss"], ""
-    far = not distance <= most
+    (name, away), (most, most_loss), distance, loss = worst, TOLERANCE[dtype], answer["distance"], answer["loss"]
+    loss_away, wrong_loss, right_loss = 0.0, "", ""
     if loss is not None and probe.loss is not None:
-        far = far or not abs(loss - probe.loss) <= most_loss
-        said = f" and a loss of {loss:.5f} instead of {probe.loss:.5f}"
-    if far or not answer["finite"] or not away <= _ROUNDING[dtype]:
+        loss_away = abs(loss - probe.loss)
+        wrong_loss = f" and a loss of {loss:.5f} instead of {probe.loss:.5f} (allowed: {most_loss:.0e})"
+        right_loss = f", the loss {loss:.5f} by {loss_away:.1e} (allowed: {most_loss:.0e})"
+    if not (answer["finite"] and distance <= most and loss_away <= most_loss and away <= _ROUNDING[dtype]):
         what = f"{name}, by {away:.1e} of its largest number" if away else "none, so the configuration does"
         raise CheckpointError(
             f"Opened in a fresh process, {folder} gives logits that differ by {distance:.1e} of the largest "
-            f"(allowed: {most:.0e}){said} (allowed: {most_loss:.0e}). The tensor that differs most is {what} (allowed: "
+            f"(allowed: {most:.0e}){wrong_loss}. The tensor that differs most is {what} (allowed: "
             f"{_ROUNDING[dtype]:.0e})."
         )
-
-
-def describe_figures(answer: dict[str, Any], probe: Probe, worst: tuple[str, float], dtype: torch.dtype) -> str:
-    """Returns for people what `check_figures` compared."""
-    (most, most_loss), kind = TOLERANCE[dtype], str(dtype).removeprefix("torch.")
-    found = f"logits differ by {answer['distance']:.1e} of the largest (allowed for {kind}: {most:.0e})"
-    if answer["loss"] is not None and probe.loss is not None:
-        away = abs(answer["loss"] - probe.loss)
-        found += f", the loss {answer['loss']:.5f} by {away:.1e} (allowed: {most_loss:.0e})"
-    return f"Proved in a fresh process: {found}, no tensor by more than {worst[1]:.1e}."
+    kind = str(dtype).removeprefix("torch.")
+    found = f"logits differ by {distance:.1e} of the largest (allowed for {kind}: {most:.0e}){right_loss}"
+    return f"Proved in a fresh process: {found}, no tensor by more than {away:.1e}."

@@ -2,7 +2,7 @@
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -12,9 +12,6 @@ from transformers import PreTrainedModel
 from finetune.models import attention
 from finetune.utils.compat.transformers_private import enable_checkpointing
 from finetune.utils.errors import RecipeError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def checkpoint_activations(network: PreTrainedModel, how: bool | Literal["selective"]) -> None:
@@ -68,8 +65,9 @@ def compile_layers(network: nn.Module, layers: set[str]) -> int:
     """
     attention.keep_eager()
     # A backend may have made subclasses of them.
-    found = [module for module in network.modules() if any(c.__name__ in layers for c in type(module).__mro__)]
+    found: list[Any] = [
+        module for module in network.modules() if any(c.__name__ in layers for c in type(module).__mro__)
+    ]
     for layer in found:
-        forward: Callable[..., Any] = layer.forward
-        layer.forward = torch.compile(forward)
+        layer.forward = torch.compile(layer.forward)
     return len(found)

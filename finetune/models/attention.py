@@ -10,6 +10,7 @@ it recomputes in the backward pass is told the same.
 import inspect
 import math
 import sys
+from collections.abc import Sequence
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -55,10 +56,7 @@ def choose_attention(asked: str, config: PretrainedConfig, architectures: Any, *
     capped = getattr(text, "attn_logit_softcapping", None) is not None
     written = capped or not transformers_private.supports_sdpa(network)
     if asked == NAME and written:
-        raise RecipeError(
-            f"model.attention is `{NAME}`, which {config.model_type} cannot use: its attention does more than scaled "
-            "dot products. Set model.attention to `eager`."
-        )
+        raise RecipeError(f"model.attention: {config.model_type} cannot attend by `{NAME}`. Set it to `eager`.")
     if asked != "auto":
         return asked
     if written:
@@ -120,52 +118,44 @@ def _attend(
 
     Without `cu_seqlens` it is transformers' own.
     """
-    if attention_mask is not None and not attention_mask.numel():
-        attention_mask = None
-    if attention_mask is None or attention_mask.dtype != torch.int32:
-        return sdpa_attention_forward(  # type: ignore[no-any-return]
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others
-        )
-    if attention_mask.shape[2] > 1:
+    mask = attention_mask if attention_mask is not None and attention_mask.numel() else None
+    if mask is not None and mask.dtype == torch.int32 and mask.shape[2] > 1:
         if others.get("position_bias") is not None:
             raise BackendError(
                 f"{type(module).__name__} adds a bias to each pair of tokens, which is not offered where rows are "
                 "split over ranks (sp_size of the launch file). Take a launch config without sequence parallelism."
             )
         rows: Any = module.row_group
-        parts = attention_mask.shape[2]
+        # Repeated until the number of heads is divisible by that of parts.
+        copies = math.lcm(key.shape[1], mask.shape[2]) // key.shape[1]
+        key, value = (x.repeat_interleave(copies, 1) if copies > 1 else x for x in (key, value))
         # Rotary embeddings leave queries and keys in fp32, which autocast would cast behind the exchange.
-        query, key, value = (
-            sequence.gather_rows(x.to(compute_dtype(x)), rows)
-            for x in (query, _divisible(key, parts), _divisible(value, parts))
-        )
+        query, key, value = (sequence.gather_rows(x.to(compute_dtype(x)), rows) for x in (query, key, value))
         # What transformers reads of a module, for the heads that are here.
         here: Any = SimpleNamespace(is_causal=True, num_key_value_groups=query.shape[1] // key.shape[1])
-        whole = attention_mask[:, :, :1]
-        found, _ = _attend(here, query, key, value, whole, dropout, scaling, sliding_window, **others)
+        found, _ = _attend(here, query, key, value, mask[:, :, :1], dropout, scaling, sliding_window, **others)
         return sequence.gather_heads(found, rows), None
-    cu_seqlens = attention_mask.view(-1)
-    if query.is_cuda:
-        # Rotary embeddings leave queries and keys in fp32. Autocast casts what sdpa is given, but not for this kernel.
-        query, key, value = (x.to(compute_dtype(x)) for x in (query, key, value))
-    if others.get("position_bias") is not None or not _has_kernel(query, value, dropout):
-        mask = _mask(cu_seqlens, query.shape[0], query.shape[2], sliding_window)
-        return sdpa_attention_forward(  # type: ignore[no-any-return]
-            module, query, key, value, mask, dropout=dropout, scaling=scaling, **others
-        )
-    # One document behind the other: (B T, heads, E).
-    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    if query.is_cuda:
-        found = _by_kernel(q, k, v, cu_seqlens, query.shape[2], scaling, sliding_window)
-    else:
-        found = _by_document(q, k, v, cu_seqlens, dropout, scaling, sliding_window)
-    return found.view(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
-
-
-def _divisible(heads: torch.Tensor, parts: int) -> torch.Tensor:
-    """Repeats heads of keys or values, (B, K, T, E), until their number divides by `parts`."""
-    count = heads.shape[1]
-    return heads.repeat_interleave(math.lcm(count, parts) // count, 1) if count % parts else heads
+    if mask is not None and mask.dtype == torch.int32:
+        cu_seqlens, (num_rows, _, length, _) = mask.view(-1), query.shape
+        if query.is_cuda:
+            # Rotary embeddings leave queries and keys in fp32. Autocast casts what sdpa is given, not for this kernel.
+            query, key, value = (x.to(compute_dtype(x)) for x in (query, key, value))
+        if others.get("position_bias") is None and _has_kernel(query, value, dropout):
+            # One document behind the other: (B T, heads, E).
+            heads = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
+            if query.is_cuda:
+                found = _by_kernel(heads, cu_seqlens, length, scaling, sliding_window)
+            else:
+                found = _by_document(heads, cu_seqlens, dropout, scaling, sliding_window)
+            return found.view(num_rows, length, *found.shape[1:]), None
+        # The mask of all pairs, (B, 1, T, T), for what no kernel can do.
+        places = torch.arange(num_rows * length, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+        document = torch.searchsorted(cu_seqlens[1:].contiguous(), places, right=True).view(num_rows, 1, length)
+        same = document.transpose(1, 2) == document
+        mask = (same & _band(length, sliding_window or length, cu_seqlens.device))[:, None]
+    return sdpa_attention_forward(  # type: ignore[no-any-return]
+        module, query, key, value, mask, dropout=dropout, scaling=scaling, **others
+    )
 
 
 def _has_kernel(query: torch.Tensor, value: torch.Tensor, dropout: float) -> bool:
@@ -182,79 +172,46 @@ def _has_kernel(query: torch.Tensor, value: torch.Tensor, dropout: float) -> boo
 
 
 def _by_document(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    dropout: float,
-    scaling: float | None,
-    window: int | None,
+    heads: Sequence[torch.Tensor], cu_seqlens: torch.Tensor, dropout: float, scaling: float | None, window: int | None
 ) -> torch.Tensor:
-    lengths = [query.shape[0]] if _one_document else cu_seqlens.diff().tolist()
+    """Attends one document after the other.
+
+    Args:
+        heads: Queries, keys and values, each (B T, heads, E).
+    """
+    lengths = [heads[0].shape[0]] if _one_document else cu_seqlens.diff().tolist()
     # Split and joined, not cut out: the gradient of a cut is as large as what it was cut from.
-    documents = zip(*(torch.split(x, lengths) for x in (query, key, value)), strict=True)
     found = []
-    for document in documents:
+    for document in zip(*(torch.split(x, lengths) for x in heads), strict=True):
         q, k, v = (x.transpose(0, 1)[None] for x in document)
-        within = window is not None and q.shape[2] > window
-        one = functional.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=_band(q.shape[2], window or 0, q.device) if within else None,
-            dropout_p=dropout,
-            is_causal=not within,
-            scale=scaling,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
+        mask = _band(q.shape[2], window, q.device) if window is not None and q.shape[2] > window else None
+        options: dict[str, Any] = {"attn_mask": mask, "is_causal": mask is None, "enable_gqa": q.shape[1] != k.shape[1]}
+        one = functional.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scaling, **options)
         found.append(one[0].transpose(0, 1))
     return torch.cat(found)
 
 
 def _by_kernel(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    longest: int,
-    scaling: float | None,
-    window: int | None,
+    heads: Sequence[torch.Tensor], cu_seqlens: torch.Tensor, longest: int, scaling: float | None, window: int | None
 ) -> torch.Tensor:
+    """Attends by torch's kernel for documents of several lengths."""
     from torch.nn.attention.varlen import varlen_attn
 
-    before = -1 if window is None else window - 1
+    query, key, value = heads
     groups = query.shape[1] // key.shape[1]
-    options: dict[str, Any] = {"enable_gqa": groups > 1} if varlen_takes_groups() else {}
-    if groups > 1 and not options:
+    options: dict[str, Any] = {"scale": scaling, "window_size": (-1 if window is None else window - 1, 0)}
+    if varlen_takes_groups():
+        options["enable_gqa"] = groups > 1
+    elif groups > 1:
         key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
-    found = varlen_attn(
-        query,
-        key,
-        value,
-        cu_seqlens,
-        cu_seqlens,
-        longest,
-        longest,
-        scale=scaling,
-        window_size=(before, 0),
-        **options,
-    )
+    found = varlen_attn(query, key, value, cu_seqlens, cu_seqlens, longest, longest, **options)
     assert isinstance(found, torch.Tensor)
     return found
 
 
 def _band(length: int, window: int, device: torch.device) -> torch.Tensor:
     """Returns which tokens of a document see each other: (length, length) bool."""
-    whole = torch.ones(length, length, dtype=torch.bool, device=device)
-    return whole.tril().triu(1 - window)
-
-
-def _mask(cu_seqlens: torch.Tensor, rows: int, length: int, window: int | None) -> torch.Tensor:
-    """Returns the mask of all pairs, for what no kernel can do: (B, 1, T, T) bool."""
-    places = torch.arange(rows * length, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
-    document = torch.searchsorted(cu_seqlens[1:].contiguous(), places, right=True).view(rows, 1, length)
-    same = document.transpose(1, 2) == document
-    return (same & _band(length, length if window is None else window, cu_seqlens.device))[:, None]
+    return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - window)
 
 
 _one_document = False

@@ -9,6 +9,7 @@ import torch
 from accelerate import init_empty_weights
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from finetune.config.recipe_schema import Recipe
 from finetune.models import (
@@ -21,7 +22,6 @@ from finetune.models import (
     pretrained_files,
     prompts,
     quantization,
-    rope_scaling,
 )
 from finetune.models.heads import Head
 from finetune.models.lora_adapters import transformer
@@ -39,10 +39,13 @@ def build_model(recipe: Recipe, config: PretrainedConfig, head: Head) -> nn.Modu
         RecipeError: If weights are missing or the architecture cannot do what is asked.
     """
     section = recipe.model
-    network, stored = _as_stored(recipe, config, head)
+    stored = base_dtype(recipe)
+    network = build_base_model(recipe, config, head, dtype=stored, loading=quantization.loading_config(section))
+    if stored != torch.float32:
+        _restore_buffers(network)
     if section.rope_scaling is not None and section.rope_scaling.type == "dynamic":
-        rope_scaling.fix_dynamic(network, recipe.data.sequence_length)
-    quantization.quantize(network, recipe)
+        fix_dynamic_rope(network, recipe.data.sequence_length)
+    quantization.quantize(network, section)
     if recipe.lora is not None:
         network.requires_grad_(False)
     elif section.freeze is not None:
@@ -57,13 +60,22 @@ def build_model(recipe: Recipe, config: PretrainedConfig, head: Head) -> nn.Modu
     return whole.train()
 
 
-def _as_stored(recipe: Recipe, config: PretrainedConfig, head: Head) -> tuple[PreTrainedModel, torch.dtype]:
-    """Returns a network as `frozen_weights.cast_frozen` takes it, and the dtype that its weights are stored in."""
-    stored = base_dtype(recipe)
-    network = build_base_model(recipe, config, head, dtype=stored, loading=quantization.loading_config(recipe))
-    if stored != torch.float32:
-        _restore_buffers(network)
-    return network, stored
+def fix_dynamic_rope(network: nn.Module, length: int) -> None:
+    """Fixes the frequencies of `dynamic` RoPE scaling to those of rows of a length, in place, whatever a batch holds.
+
+    By itself transformers takes those of the longest row so far, so that training would depend on which rows share a
+    micro-batch, and on those before.
+
+    Source: transformers 5.23, `dynamic_rope_update` in `modeling_rope_utils.py`.
+    """
+    module: Any
+    for module in network.modules():
+        if getattr(module, "rope_type", None) == "dynamic" and length > module.original_max_seq_len:
+            fixed, module.attention_scaling = ROPE_INIT_FUNCTIONS["dynamic"](
+                module.config, module.inv_freq.device, seq_len=length
+            )
+            module.inv_freq.copy_(fixed)
+            module.max_seq_len_cached, module.original_max_seq_len = length, 0
 
 
 def base_dtype(recipe: Recipe) -> torch.dtype:
@@ -128,14 +140,10 @@ def build_base_model(
     if section.name is not None:
         return _pretrained(recipe, config, head, dtype=dtype, quantization_config=loading)[0]
     kernel = attention.choose_attention(section.attention, config, head.auto, told=head.next_token)
-    try:
+    with _naming("model", f"no {recipe.task.name} network from '{config.model_type}'"):
         network: PreTrainedModel = head.auto.from_config(
             config, dtype=dtype, attn_implementation=kernel, trust_remote_code=section.trust_remote_code
         )
-    except (OSError, ValueError, ImportError) as error:
-        raise RecipeError(
-            f"model: no {recipe.task.name} network from '{config.model_type}': {one_line(error)}"
-        ) from error
     return network
 
 
@@ -152,7 +160,7 @@ def check_pretrained(recipe: Recipe, config: PretrainedConfig, head: Head) -> pr
         return None
     if getattr(config, "quantization_config", None) is not None:
         # Never sharded as it is loaded: whatever is left to find is found by every rank alike.
-        with _named_by_the_recipe(recipe):
+        with _naming("model.name", f"'{recipe.model.name}' cannot be loaded"):
             folder = pretrained_files.weights_folder(recipe.model.name, recipe.model.revision)
             return pretrained_files.check_packed_files(folder)
     return _pretrained(recipe, copy.deepcopy(config), head, dtype="auto", device_map="meta")[1]
@@ -163,7 +171,7 @@ def _pretrained(
 ) -> tuple[PreTrainedModel, pretrained_files.Weights]:
     section = recipe.model
     kernel = attention.choose_attention(section.attention, config, head.auto, told=head.next_token)
-    with _named_by_the_recipe(recipe):
+    with _naming("model.name", f"'{section.name}' cannot be loaded"):
         return pretrained_files.load_pretrained(
             head.auto,
             str(section.name),
@@ -177,23 +185,22 @@ def _pretrained(
 
 
 @contextmanager
-def _named_by_the_recipe(recipe: Recipe) -> Iterator[None]:
-    """Names the key of the recipe in errors of loading."""
+def _naming(key: str, problem: str) -> Iterator[None]:
+    """Names a key of the recipe in errors of loading."""
     try:
         yield
     except RecipeError as error:
-        raise RecipeError(f"model.name: {error}") from error
+        raise RecipeError(f"{key}: {error}") from error
     except (OSError, ValueError, ImportError) as error:
-        raise RecipeError(f"model.name: '{recipe.model.name}' cannot be loaded: {one_line(error)}.") from error
+        raise RecipeError(f"{key}: {problem}: {one_line(error)}.") from error
 
 
-def build_meta_model(config: PretrainedConfig, head: Head, recipe: Recipe | None = None) -> nn.Module:
-    """Returns the network on the meta device, with the recipe's adapters if there is one: to count, or to fill."""
-    trusted = recipe is not None and recipe.model.trust_remote_code
+def build_meta_model(config: PretrainedConfig, head: Head, recipe: Recipe) -> nn.Module:
+    """Returns the network on the meta device, with the recipe's adapters: to count, or to fill."""
     with torch.device("meta"):
-        network: nn.Module = head.auto.from_config(config, dtype=torch.float32, trust_remote_code=trusted)
-        if recipe is None:
-            return network
+        network: nn.Module = head.auto.from_config(
+            config, dtype=torch.float32, trust_remote_code=recipe.model.trust_remote_code
+        )
         if recipe.model.freeze is not None:
             frozen_weights.freeze_modules(network, recipe.model.freeze)
         return lora_adapters.attach(network, recipe, head)

@@ -148,24 +148,16 @@ def loss_of(
         dtype: Type of the products.
     """
     learns = torch.is_grad_enabled()
-    loss: torch.Tensor = _Chunked.apply(hidden, weight, bias, targets, dtype, learns)  # type: ignore[no-untyped-call]
+    loss: torch.Tensor = _Chunked.apply(learns, hidden, weight, bias, targets, dtype)  # type: ignore[no-untyped-call]
     return loss
 
 
 class _Chunked(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        targets: torch.Tensor,
-        dtype: torch.dtype,
-        learns: bool,
-    ) -> torch.Tensor:
-        wanted = [learns and needed for needed in ctx.needs_input_grad[:3]]
+    def forward(ctx: Any, learns: bool, hidden: torch.Tensor, *others: Any) -> torch.Tensor:
+        wanted = [learns and needed for needed in ctx.needs_input_grad[1:4]]
         with torch.autocast(hidden.device.type, enabled=False):
-            loss, ctx.kept = _one_pass(hidden, weight, bias, targets, dtype, wanted)
+            loss, ctx.kept = _one_pass(wanted, hidden, *others)
         return loss
 
     @staticmethod
@@ -175,16 +167,16 @@ class _Chunked(torch.autograd.Function):
         kept, ctx.kept = ctx.kept, None
         if kept is None:
             raise RuntimeError("This loss has been differentiated before, and its gradients are gone.")
-        return *(None if t is None else t.mul_(gradients[0]) for t in kept), None, None, None
+        return None, *(None if t is None else t.mul_(gradients[0]) for t in kept), None, None
 
 
 def _one_pass(
+    wanted: Sequence[bool],
     hidden: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     targets: torch.Tensor,
     dtype: torch.dtype,
-    wanted: Sequence[bool],
 ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
     """Returns the loss, and its gradients for hidden, weight and bias, where they are wanted."""
     for_hidden, for_weight, for_bias = wanted

@@ -7,7 +7,6 @@ breaks both. A weight's gradient, a sum over tokens, is a product in bf16.
 """
 
 from dataclasses import replace
-from importlib import util
 from typing import Literal
 
 import torch
@@ -16,10 +15,8 @@ from transformers import PreTrainedModel
 
 from finetune.config.recipe_schema import Recipe
 from finetune.models.quantization import as_autocast
+from finetune.utils.compat.library_versions import require_installed
 from finetune.utils.errors import RecipeError
-
-# As torchao names it.
-_SCALING = "rowwise_with_gw_hp"
 
 # The first GPUs with such products. Source: NVIDIA, CUDA C++ Programming Guide, compute capabilities.
 _CAPABILITY = (8, 9)
@@ -29,15 +26,12 @@ def check_fp8(recipe: Recipe) -> None:
     """Refuses fp8 where it cannot be computed, before anything is read.
 
     Raises:
-        RecipeError: With what is missing.
+        LibraryVersionError: If torchao is not installed.
+        RecipeError: If there is no GPU that does it.
     """
     if not recipe.model.fp8:
         return
-    if util.find_spec("torchao") is None:
-        raise RecipeError(
-            "model.fp8 needs torchao, which is not installed here. Install it by "
-            "`pip install 'finetune[fp8]'`, or set model.fp8 to false."
-        )
+    require_installed("torchao", "model.fp8", extra="fp8")
     if recipe.model.fp8 == "emulated":
         return
     found = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
@@ -67,7 +61,7 @@ def convert(network: PreTrainedModel, how: bool | Literal["emulated"]) -> None:
             return False
         return bool(filter_linear_layers(module, name, list(ends)))
 
-    config = replace(Float8LinearConfig.from_recipe_name(_SCALING), emulate=how == "emulated")
+    config = replace(Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp"), emulate=how == "emulated")
     convert_model_to_fp8_ao(network, config, wanted)
     for module in _converted(network):
         # torchao's module heeds the autocast of GPUs only.
@@ -82,13 +76,11 @@ def describe_products(network: nn.Module, how: bool | Literal["emulated"]) -> di
     """
     if not how:
         return {}
-    found = len(_converted(network))
-    if not found:
+    if not (found := len(_converted(network))):
         raise RecipeError(
-            f"model.fp8: {type(network).__name__} has no linear modules that can compute in fp8. It takes trained "
-            "`nn.Linear`s, but the first and the last, with sides that 16 divides; GPT-2's `Conv1D` and the fused "
-            "experts of mixtures are none, and a custom task has its network computed as it builds it (it may "
-            "call finetune.models.float8.convert). Set model.fp8 to false."
+            f"model.fp8: {type(network).__name__} has no linear modules that can compute in fp8: trained `nn.Linear`s, "
+            "other than the first and the last, with sides that 16 divides. A custom task has to convert its network "
+            "itself (finetune.models.float8.convert). Set model.fp8 to false."
         )
     linear = sum(isinstance(module, nn.Linear) for module in network.modules())
     return {"products": f"{'emulated ' if how == 'emulated' else ''}fp8 in {found} of {linear} linear modules"}

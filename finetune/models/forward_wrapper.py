@@ -1,13 +1,14 @@
 """Wraps a network so that any function of it can run under any backend."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import nn
 
-from finetune.models.lora_adapters import transformer
-from finetune.models.module_matching import embeddings_and_head, parameter_owners
+from finetune.models.frozen_weights import parameter_owners
+from finetune.models.lora_adapters import embeddings_and_head, transformer
 from finetune.utils.compat import accelerate_private
 
 
@@ -91,3 +92,15 @@ def unwrap(model: nn.Module) -> nn.Module:
     while not isinstance(inner, ForwardWrapper):
         inner = inner.module
     return inner.network
+
+
+@contextmanager
+def without_training(model: nn.Module) -> Iterator[None]:
+    """Forward passes in here have no dropout and leave no gradients."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)

@@ -3,6 +3,7 @@
 Casting such a weight up loses nothing, so this changes memory and no result.
 """
 
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from finetune.models.module_matching import match_names, parameter_owners
+from finetune.models.lora_adapters import match_names
 from finetune.utils.errors import RecipeError
 
 
@@ -85,7 +86,7 @@ _STORED: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: StoredLinear, nn.E
 
 
 def freeze_modules(network: nn.Module, wanted: str | tuple[str, ...]) -> None:
-    """Freezes modules by names or by a regular expression (`module_matching.match_names`), with all that is in them.
+    """Freezes modules by names or by a regular expression (`lora_adapters.match_names`), with all that is in them.
 
     Raises:
         RecipeError: If there is no such module, or nothing would be left to train.
@@ -95,9 +96,17 @@ def freeze_modules(network: nn.Module, wanted: str | tuple[str, ...]) -> None:
         modules[name].requires_grad_(False)
     if not any(p.requires_grad for p in network.parameters()):
         raise RecipeError(
-            f"model.freeze: {wanted!r} leaves nothing to train. Leave some modules out of it, or add a `lora` section "
-            "(which freezes the model by itself)."
+            f"model.freeze: {wanted!r} leaves nothing to train. Leave some modules out of it, or add a `lora` section."
         )
+
+
+def parameter_owners(network: nn.Module) -> dict[int, list[nn.Module]]:
+    """Returns the modules that hold each parameter, by the parameter's id."""
+    owners: dict[int, list[nn.Module]] = defaultdict(list)
+    for module in network.modules():
+        for parameter in module.parameters(recurse=False):
+            owners[id(parameter)].append(module)
+    return owners
 
 
 def cast_frozen(network: nn.Module, dtype: torch.dtype) -> None:

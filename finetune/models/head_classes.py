@@ -25,8 +25,7 @@ def head_classes(recipe: Recipe, head: Head) -> KnownClasses | None:
     """
     section = recipe.model
     if section.name is None:
-        given = section.config or {}
-        names = _names(given, "model.config")
+        names = _names(section.config or {}, "model.config")
         return KnownClasses(names, "model.config", resizable=False) if names and not _made_up(names) else None
     config = read_pretrained_config(section)
     # As the file has it: the object has made-up names for classes that have none there.
@@ -54,8 +53,7 @@ def _names(values: dict[str, Any], where: str) -> tuple[str, ...]:
     meant = [names for names in both if names and not _made_up(names)]
     if len(set(meant)) > 1:
         raise RecipeError(
-            f"{where}: id2label and label2id contradict each other ({', '.join(meant[0])}; {', '.join(meant[1])}). "
-            "Correct the one that is wrong."
+            f"{where}: id2label and label2id contradict each other ({', '.join(meant[0])}; {', '.join(meant[1])})."
         )
     return next(iter([*meant, *both]))
 

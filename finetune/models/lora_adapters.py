@@ -3,24 +3,22 @@
 peft is imported where it is used: that takes a second, which a run without adapters need not wait.
 """
 
+import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PreTrainedModel
 
+from finetune.config.recipe import hint
 from finetune.config.recipe_schema import LoraSection, Recipe
 from finetune.models.heads import Head
-from finetune.models.module_matching import embeddings_and_head, match_names
 from finetune.utils.compat.peft_private import without_bitsandbytes
 from finetune.utils.errors import CheckpointError, RecipeError
-
-if TYPE_CHECKING:
-    from peft import PeftConfig
 
 # Conv1D is the linear layer of GPT-2, a class of transformers' own.
 _LINEAR = ("Linear", "StoredLinear", "Conv1D", "Linear4bit", "Linear8bit")
@@ -31,6 +29,11 @@ def transformer(network: nn.Module) -> PreTrainedModel | None:
     adapted: Any = network
     inner = adapted.get_base_model() if _is_adapted(network) else network
     return inner if isinstance(inner, PreTrainedModel) else None
+
+
+def embeddings_and_head(network: Any) -> tuple[nn.Module | None, nn.Module | None]:
+    """Returns the input embedding and the output head of one of transformers' networks, as far as it has them."""
+    return network.get_input_embeddings(), network.get_output_embeddings()
 
 
 def attach(network: nn.Module, recipe: Recipe, head: Head | None = None) -> nn.Module:
@@ -54,10 +57,7 @@ def attach(network: nn.Module, recipe: Recipe, head: Head | None = None) -> nn.M
             f"lora: adapters go into networks of transformers, and task '{recipe.task.name}' builds a "
             f"{type(network).__name__}. Remove the section, or build a PreTrainedModel."
         )
-    saved = _saved(network, section)
-    if head is not None and not head.next_token:
-        saved += [name for name in _new_parts(network) if name not in saved]
-    targets = _targets(network, section, saved)
+    targets, saved = _choose_modules(network, section, head)
     with without_bitsandbytes(), warnings.catch_warnings():
         from peft import LoraConfig, get_peft_model
 
@@ -84,7 +84,7 @@ def attach(network: nn.Module, recipe: Recipe, head: Head | None = None) -> nn.M
 
 def describe_adapters(network: nn.Module) -> str | None:
     """Describes the adapters in a few words for people; None if there are none."""
-    config: Any = adapter_config(network)
+    config = adapter_config(network)
     if config is None:
         return None
     count = sum(hasattr(module, "lora_A") for module in network.modules())
@@ -94,13 +94,10 @@ def describe_adapters(network: nn.Module) -> str | None:
     return ", ".join(parts)
 
 
-def adapter_config(network: nn.Module) -> "PeftConfig | None":
-    """Returns the configuration of a network's adapters, which `save_pretrained` writes; None if it has none."""
-    if not _is_adapted(network):
-        return None
+def adapter_config(network: nn.Module) -> Any:
+    """Returns the `PeftConfig` of a network's adapters, which `save_pretrained` writes; None if it has none."""
     adapted: Any = network
-    config: PeftConfig = adapted.peft_config["default"]
-    return config
+    return adapted.peft_config["default"] if _is_adapted(network) else None
 
 
 def adapter_keys(network: nn.Module) -> dict[str, str]:
@@ -127,9 +124,8 @@ def fill_adapters(network: nn.Module, tensors: Mapping[str, torch.Tensor], place
     missing, unexpected = sorted(set(keys.values()) - set(tensors)), sorted(set(tensors) - set(keys.values()))
     if missing or unexpected:
         raise CheckpointError(
-            f"{place} does not fit the recipe's adapters: {len(missing)} tensors are missing "
-            f"({', '.join(missing[:3]) or 'none'}), {len(unexpected)} are unexpected "
-            f"({', '.join(unexpected[:3]) or 'none'}). Take the adapter and the recipe of one run."
+            f"{place} is of other adapters: {len(missing)} tensors are missing ({', '.join(missing[:3]) or 'none'}), "
+            f"{len(unexpected)} are unexpected ({', '.join(unexpected[:3]) or 'none'}). Take those of the recipe's run."
         )
     state = network.state_dict()
     for name, key in keys.items():
@@ -202,42 +198,76 @@ def config_of(network: nn.Module) -> Any:
     return inner.config
 
 
-def copy_adapter_config(source: Path, folder: Path, *, base: str, revision: str | None) -> None:
-    """Writes an adapter's configuration into another folder, with the place of its base.
+def match_names(
+    key: str, wanted: str | Sequence[str], names: Sequence[str], *, kind: str, of: str, also: str = ""
+) -> list[str]:
+    """Returns the full names that are meant, in the order of `names`.
+
+    Args:
+        key: The recipe's key, for messages; likewise `kind` (of the named things) and `of` (their owner).
+        wanted: One regular expression, which is compared with whole names, or last parts of names.
+        names: Full dotted names to choose from.
+        also: A word that would be allowed as well.
 
     Raises:
-        CheckpointError: If there is none to read.
+        RecipeError: If nothing is meant by the expression, or by one of the parts.
     """
-    from peft import PeftConfig
-
-    try:
-        config = PeftConfig.from_pretrained(str(source))
-    except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(
-            f"{source / 'adapter_config.json'} cannot be read: {error}. Take another step."
-        ) from error
-    config.base_model_name_or_path, config.revision, config.inference_mode = base, revision, True
-    config.save_pretrained(str(folder))
+    words = sorted({name.rsplit(".", 1)[-1] for name in names if not name.rsplit(".", 1)[-1].isdecimal()})
+    if isinstance(wanted, str):
+        found = [name for name in names if re.fullmatch(wanted, name)]
+        if not found:
+            meant = hint(wanted, [also, *(f"[{word}]" for word in words)])
+            raise RecipeError(
+                f"{key}: the regular expression '{wanted}' matches none of the {len(names)} {kind}s of "
+                f"{of}{meant or '.'} It is compared with whole names, such as {' and '.join(names[:2])}."
+            )
+        return found
+    found = []
+    for word in wanted:
+        named = [name for name in names if f".{name}".endswith(f".{word}")]
+        if not named:
+            raise RecipeError(
+                f"{key}: '{word}' is no {kind} of {of}{hint(word, words) or '.'} Its {kind}s are {', '.join(words)}."
+            )
+        found += named
+    return sorted(set(found), key=names.index)
 
 
 def _is_adapted(network: nn.Module) -> bool:
     return hasattr(network, "get_base_model")
 
 
-def _targets(network: PreTrainedModel, section: LoraSection, saved: list[str]) -> list[str]:
-    """Returns full names of the linear modules that get an adapter."""
+def _choose_modules(network: PreTrainedModel, section: LoraSection, head: Head | None) -> tuple[list[str], list[str]]:
+    """Returns full names of the linear modules that get an adapter, and of the modules that are trained whole."""
+    kind, body = type(network).__name__, network.base_model
+    both = embeddings_and_head(network)
+    ends = [name for end in both for name, module in network.named_modules() if module is end]
+    weights = [getattr(end, "weight", end) for end in both]
+    tied, outputs = weights[1] is not None and weights[0] is weights[1], ends[1:]
+
+    modules = {name: part for name, part in network.named_modules() if name and any(True for _ in part.parameters())}
+    saved = match_names("lora.save_modules", section.save_modules, list(modules), kind="module", of=kind)
+    if tied and any(f"{end}.".startswith(f"{name}.") for name in saved for end in ends):
+        # peft's ensure_weight_tying keeps them one weight, but opens no file that holds it once.
+        raise RecipeError(
+            f"lora.save_modules: {' and '.join(ends)} of this {kind} are one weight (tie_word_embeddings), which a "
+            "copy of one of them would part. Leave them out, or train all weights (no lora section)."
+        )
+    if head is not None and not head.next_token and body is not network:
+        # What a task's head adds to the pretrained body.
+        added = [name for name, part in network.named_children() if part is not body and name in modules]
+        saved += [name for name in added if name not in saved]
+
     linear = [name for name, module in network.named_modules() if type(module).__name__ in _LINEAR]
-    kind, wanted, outputs = type(network).__name__, section.targets, _embeddings_and_head(network)[1:]
     if not linear:
         raise RecipeError(
-            f"lora: {kind} has no linear modules, which adapters are put beside. Remove the section to train all of "
-            "it, or take another architecture."
+            f"lora: {kind} has no linear modules, which adapters are put beside. Remove the section to train all of it."
         )
-    if wanted == "all-linear":
+    if section.targets == "all-linear":
         found = [name for name in linear if name not in outputs]
     else:
-        found = match_names("lora.targets", wanted, linear, kind="linear module", of=kind, also="all-linear")
-    if _tied(network) and any(name in outputs for name in found):
+        found = match_names("lora.targets", section.targets, linear, kind="linear module", of=kind, also="all-linear")
+    if tied and any(name in outputs for name in found):
         raise RecipeError(
             f"lora.targets: {outputs[0]} and the input embedding of this {kind} are one weight "
             "(tie_word_embeddings), which an adapter for one of them would part. Leave it out."
@@ -248,48 +278,12 @@ def _targets(network: PreTrainedModel, section: LoraSection, saved: list[str]) -
             f"lora.targets: every linear module that is meant is trained whole already ({', '.join(saved)}). Name "
             "others, or leave some out of lora.save_modules."
         )
-    smallest = min(min(_sides(network.get_submodule(name))) for name in found)
+    # Not read off the weights, of which a rank may hold shards only.
+    chosen: list[Any] = [network.get_submodule(name) for name in found]
+    smallest = min(min(m.nx, m.nf) if hasattr(m, "nx") else min(m.in_features, m.out_features) for m in chosen)
     if section.init == "pissa" and section.rank > smallest:
         raise RecipeError(
             f"lora.rank is {section.rank}, but `pissa` takes singular vectors, of which the smallest of the modules "
             f"has {smallest}. Set lora.rank to at most {smallest}, or another lora.init."
         )
-    return found
-
-
-def _saved(network: PreTrainedModel, section: LoraSection) -> list[str]:
-    """Returns full names of the modules that are trained whole."""
-    names = [name for name, module in network.named_modules() if name and any(True for _ in module.parameters())]
-    found = match_names("lora.save_modules", section.save_modules, names, kind="module", of=type(network).__name__)
-    both = _embeddings_and_head(network)
-    if _tied(network) and any(f"{end}.".startswith(f"{name}.") for name in found for end in both):
-        # peft's ensure_weight_tying keeps them one weight, but opens no file that holds it once.
-        raise RecipeError(
-            f"lora.save_modules: {' and '.join(both)} of this {type(network).__name__} are one weight "
-            "(tie_word_embeddings), which a copy of one of them would part. Leave them out, train all weights (no lora "
-            "section), or take a model that does not tie them."
-        )
-    return found
-
-
-def _new_parts(network: PreTrainedModel) -> list[str]:
-    """Returns the modules that a task's head adds to the pretrained body."""
-    body = network.base_model
-    parts = {} if body is network else dict(network.named_children())
-    return [name for name, part in parts.items() if part is not body and any(True for _ in part.parameters())]
-
-
-def _embeddings_and_head(network: PreTrainedModel) -> list[str]:
-    """Returns full names of the input embedding and, if there is one, the output head."""
-    both = embeddings_and_head(network)
-    return [name for one in both for name, module in network.named_modules() if module is one]
-
-
-def _tied(network: PreTrainedModel) -> bool:
-    one, other = embeddings_and_head(network)
-    return other is not None and getattr(one, "weight", None) is getattr(other, "weight", one)
-
-
-def _sides(module: Any) -> tuple[int, int]:
-    """Input and output features; not read off the weight, of which a rank may hold a shard only."""
-    return (module.nx, module.nf) if hasattr(module, "nx") else (module.in_features, module.out_features)
+    return found, saved

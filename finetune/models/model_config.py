@@ -1,9 +1,9 @@
-"""The configuration of a network, from the recipe or from a pretrained model, checked."""
+"""The configuration of a network, from the recipe or from a pretrained model, checked; with RoPE scaling if asked."""
 
-import difflib
 import inspect
 import math
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,13 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from finetune.config import path_kinds
-from finetune.config.recipe_schema import ModelSection, Recipe
-from finetune.models import pretrained_files, rope_scaling
+from finetune.config.recipe import hint
+from finetune.config.recipe_schema import ModelSection, Recipe, RopeScalingSection
+from finetune.models import pretrained_files
 from finetune.models.heads import NEXT_TOKEN, Head
 from finetune.utils.compat.transformers_private import model_mapping
 from finetune.utils.errors import RecipeError
+from finetune.utils.exact import exact_product
 
 
 def resolve_model_config(
@@ -46,14 +48,25 @@ def resolve_model_config(
                     setattr(config, name, getattr(tokenizer, name))
     else:
         config = read_pretrained_config(section)
-    _check_kind(config, recipe, head)
+    if head.next_token and getattr(config, "is_encoder_decoder", False):
+        raise RecipeError(
+            f"model: {config.model_type} is an encoder-decoder model, which writes a text from another one; task "
+            f"`{recipe.task.name}` trains decoders, which continue a text. Name a decoder-only model, such as llama, "
+            "qwen3 or gpt2 (docs/architectures.md lists those that were tried)."
+        )
+    own_code = section.trust_remote_code and getattr(config, "auto_map", None)
+    if type(config) not in model_mapping(head.auto) and not own_code:
+        raise RecipeError(
+            f"model: transformers has no {recipe.task.name} network of a {config.model_type} model. Name a model of "
+            "another architecture (docs/architectures.md lists language models that were tried)."
+        )
     if section.name is not None:
         _untie_embeddings(config, section, head)
     text = config.get_text_config()
     length, trained = recipe.data.sequence_length, getattr(text, "max_position_embeddings", None)
     longest = trained
     if section.rope_scaling is not None:
-        longest = rope_scaling.stretch_positions(config, section.rope_scaling)
+        longest = stretch_positions(config, section.rope_scaling)
     if longest is not None and 0 <= longest < length:
         more = ""
         if section.name is not None and trained is not None and hasattr(text, "rope_parameters"):
@@ -65,9 +78,8 @@ def resolve_model_config(
         )
     if size is not None and size > text.vocab_size:
         raise RecipeError(
-            f"The tokenizer has {size} pieces, but the model's vocabulary holds {text.vocab_size}: the last "
-            f"{size - text.vocab_size} have no embedding. Use the model's own tokenizer, or set vocab_size of "
-            f"model.config (or tokenizer.vocab_size) so that they fit."
+            f"The tokenizer has {size} pieces, but the model's vocabulary holds {text.vocab_size}. Use the model's own "
+            "tokenizer, or set vocab_size of model.config (or tokenizer.vocab_size) so that they fit."
         )
     if num_labels is not None:
         config.num_labels = num_labels
@@ -77,29 +89,53 @@ def resolve_model_config(
     return config
 
 
-def _check_kind(config: PretrainedConfig, recipe: Recipe, head: Head) -> None:
-    """Raises a `RecipeError` if there is no network of a kind to train for a head."""
-    if head.next_token and getattr(config, "is_encoder_decoder", False):
+def stretch_positions(config: PretrainedConfig, section: RopeScalingSection) -> int:
+    """Writes a scaling into a model's configuration, and returns the number of positions that the model has then.
+
+    Where kinds of layers have frequencies of their own, those that see whole rows are stretched.
+
+    Raises:
+        RecipeError: If the model has no rotary positions, or stretched ones already.
+    """
+    text: Any = config.get_text_config()
+    whole: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
+    nested = "full_attention" in whole
+    parameters: dict[str, Any] = whole["full_attention"] if nested else whole
+    if not parameters or not getattr(text, "max_position_embeddings", None):
         raise RecipeError(
-            f"model: {config.model_type} is an encoder-decoder model, which writes a text from another one; task "
-            f"`{recipe.task.name}` trains decoders, which continue a text. Name a decoder-only model, such as llama, "
-            "qwen3 or gpt2 (docs/architectures.md lists those that were tried)."
+            f"model.rope_scaling: {config.model_type} has no rotary positions that could be stretched. Remove the "
+            "section, and set data.sequence_length to at most what the model knows."
         )
-    own_code = recipe.model.trust_remote_code and getattr(config, "auto_map", None)
-    if type(config) not in model_mapping(head.auto) and not own_code:
+    if parameters.get("rope_type", "default") != "default":
         raise RecipeError(
-            f"model: transformers has no {recipe.task.name} network of a {config.model_type} model. Name a model of "
-            "another architecture (docs/architectures.md lists language models that were tried)."
+            f"model.rope_scaling: positions of this {config.model_type} are stretched already "
+            f"({parameters['rope_type']}, rope_parameters of config.json). Remove the section, or take its base model."
         )
+    if nested and section.type == "dynamic":
+        raise RecipeError(
+            f"model.rope_scaling: layers of {config.model_type} have frequencies of several kinds, for which `dynamic` "
+            "is not offered. Set model.rope_scaling.type to `yarn` or `linear`."
+        )
+    known = text.max_position_embeddings
+    defaults = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if section.type == "llama3" else {}
+    given = section.model_dump(exclude={"type"}, exclude_none=True)
+    changed = {**parameters, "rope_type": section.type, **defaults, **given}
+    if section.type in ("llama3", "yarn"):
+        changed["original_max_position_embeddings"] = known
+    text.rope_parameters = {**whole, "full_attention": changed} if nested else changed
+    longest = int(exact_product(section.factor, known))
+    if section.type != "dynamic":
+        # From which `dynamic` reads how far rows go beyond what the model was trained on.
+        text.max_position_embeddings = longest
+    return longest
 
 
 def _config_from_recipe(values: dict[str, Any], vocab_size: int | None, sequence_length: int) -> PretrainedConfig:
     values = dict(values)
     model_type = values.pop("model_type")
     if model_type not in CONFIG_MAPPING_NAMES:
-        close = difflib.get_close_matches(model_type, list(CONFIG_MAPPING_NAMES), n=3)
-        hint = f" Did you mean {' or '.join(close)}?" if close else ""
-        raise RecipeError(f"model.config.model_type: transformers knows no architecture '{model_type}'.{hint}")
+        meant = hint(model_type, list(CONFIG_MAPPING_NAMES)) or "."
+        raise RecipeError(f"model.config.model_type: transformers knows no architecture '{model_type}'{meant}")
     try:
         default = AutoConfig.for_model(model_type)
     except Exception as error:  # a few architectures refuse the sizes of their own configuration
@@ -110,12 +146,11 @@ def _config_from_recipe(values: dict[str, Any], vocab_size: int | None, sequence
     known = set(default.to_dict()) | set(default.attribute_map)
     unknown = sorted(key for key in set(values) - known if not _reads(default, key))
     if unknown:
-        close = difflib.get_close_matches(unknown[0], sorted(known), n=1)
-        hint = f"; did you mean '{close[0]}'?" if close else "."
+        meant = hint(unknown[0], sorted(known), cutoff=0.6) or "."
         if unknown[0] in ("rope_theta", "rope_scaling") and "rope_parameters" in known:
             # What transformers 4 called them, and many published configurations still do.
-            hint = "; write rope_parameters: {rope_type: default, rope_theta: 500000.0}, with the values that you want."
-        raise RecipeError(f"model.config: {model_type} has no key {', '.join(map(repr, unknown))}{hint}")
+            meant = "; write rope_parameters: {rope_type: default, rope_theta: 500000.0}, with your values."
+        raise RecipeError(f"model.config: {model_type} has no key {', '.join(map(repr, unknown))}{meant}")
     renamed = dict(default.attribute_map)
     given = set(values) | {renamed.get(key, key) for key in values} | {a for a, n in renamed.items() if n in values}
     if vocab_size is not None and "vocab_size" not in given:
@@ -133,8 +168,7 @@ def _reads(config: PretrainedConfig, key: str) -> bool:
 
     Published configurations have such keys: `head_dim` of Qwen3-MoE.
     """
-    known = model_mapping(NEXT_TOKEN.auto)
-    network = known.get(type(config), None)
+    network = model_mapping(NEXT_TOKEN.auto).get(type(config), None)
     source = inspect.getsource(inspect.getmodule(network)) if network is not None else ""  # type: ignore[arg-type]
     return re.search(rf'config(\.|, "){re.escape(key)}\b', source) is not None
 
@@ -145,7 +179,7 @@ def read_pretrained_config(section: ModelSection) -> PretrainedConfig:
     Raises:
         RecipeError: If there is none.
     """
-    if (wrong := path_kinds.not_a_model(Path(str(section.name)))) is not None:
+    if (wrong := path_kinds.why_not(Path(str(section.name)), "model")) is not None:
         raise RecipeError(f"model.name: {wrong}")
     try:
         return AutoConfig.from_pretrained(
@@ -165,14 +199,10 @@ def _untie_embeddings(config: PretrainedConfig, section: ModelSection, head: Hea
     a network that is sharded as it loads would have one.
     """
     known = model_mapping(head.auto)
-    if not pretrained_files.ties_embeddings(config) or type(config) not in known:
-        return
-    try:
+    with suppress(OSError):  # a hub's model of which only the configuration is here
         folder = pretrained_files.weights_folder(str(section.name), section.revision)
-    except OSError:  # a hub's model of which only the configuration is here
-        return
-    if pretrained_files.untied_tensors(folder, known[type(config)]):
-        config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
+        if type(config) in known and pretrained_files.untied_tensors(folder, config, known[type(config)]):
+            config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
 
 
 def one_line(error: BaseException) -> str:

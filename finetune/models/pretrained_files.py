@@ -57,9 +57,9 @@ class Weights:
 
     def _tensors(self) -> list[tuple[Path, str]]:
         # Names in files may have the prefix of the base model, or lack it.
-        skipped = self.not_weights | {_without_prefix(name) for name in self.not_weights}
+        skipped = self.not_weights | {name.partition(".")[2] for name in self.not_weights}
         found = [(file, name) for file in weight_files(self.folder) for name in _dtypes(file)]
-        return [(f, name) for f, name in found if name not in skipped and _without_prefix(name) not in self.not_weights]
+        return [(f, n) for f, n in found if n not in skipped and n.partition(".")[2] not in self.not_weights]
 
 
 def load_pretrained(
@@ -77,16 +77,15 @@ def load_pretrained(
         RecipeError: If a file cannot be read, or a tensor is missing or of another shape.
         OSError: If there is no such model.
     """
-    place = Path(name)
-    if place.is_dir():
-        pickles = {file.name for pattern in _PICKLES for file in place.glob(pattern)}
-        if pickles and not weight_files(place):
+    folder = weights_folder(name, revision)
+    if Path(name).is_dir():
+        pickles = {file.name for pattern in _PICKLES for file in folder.glob(pattern)}
+        if pickles and not weight_files(folder):
             raise RecipeError(
-                f"{place} holds weights as a pickle only ({_some(pickles)}), which can run code when it is read. Where "
-                "you trust it, convert it once: `AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR)` "
-                "of transformers writes safetensors."
+                f"{folder} holds weights as a pickle only ({_some(pickles)}), which can run code when it is read. If "
+                "you trust it, convert it: `AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR)`."
             )
-        refuse_adapter(place)
+        refuse_adapter(folder)
     try:
         network, told = auto.from_pretrained(
             name,
@@ -102,15 +101,13 @@ def load_pretrained(
             f"{name} cannot be opened: one of its JSON files is nested too deeply. Take an intact copy of the model."
         ) from error
     except SafetensorError:
-        for file in weight_files(weights_folder(name, revision)):
+        for file in weight_files(folder):
             _dtypes(file)  # refuses the one that is damaged
         raise
     except RuntimeError as error:
         if "conversion of the weights" not in str(error) and "loading state_dict" not in str(error):
             raise
-        folder = weights_folder(name, revision)
         raise _not_whole(folder, _missing_parts(auto, folder, config, options["trust_remote_code"])) from error
-    folder = weights_folder(name, revision)
     drawn = _new_head(network, told["missing_keys"]) if new_head else set()
     missing = sorted(told["missing_keys"] - drawn)
     if missing:
@@ -128,13 +125,12 @@ def load_pretrained(
         )
     if options.get("device_map") == "meta" and (other := _other_network(network, auto, options["trust_remote_code"])):
         raise RecipeError(
-            f"{folder}: what transformers makes of these files is not the network that config.json describes: {other}. "
-            "Take a folder that holds the model alone."
+            f"{folder}: what transformers makes of it is not what config.json describes: {other}. Take the model alone."
         )
     lines = []
     if drawn:
         lines.append(f"weights: {folder} has no head for this task, its {len(drawn)} tensors are new: {_some(drawn)}")
-    if ties_embeddings(type(config).from_pretrained(folder)) and (pair := untied_tensors(folder, type(network))):
+    if pair := untied_tensors(folder, type(config).from_pretrained(folder), type(network)):
         lines.append(f"weights: {pair[0]} and {pair[1]} of {folder} differ, and are trained as two tensors")
     left_out = told["unexpected_keys"]
     if left_out:
@@ -197,13 +193,10 @@ def weights_folder(name: str, revision: str | None) -> Path:
     return Path(str(cached_file(name, "config.json", revision=revision))).parent
 
 
-def ties_embeddings(config: PretrainedConfig) -> bool:
-    """True if a configuration says that embedding and head are one tensor."""
-    return any(getattr(part, "tie_word_embeddings", False) for part in (config, config.get_text_config()))
-
-
-def untied_tensors(folder: Path, network_class: Any) -> tuple[str, str] | None:
-    """Returns two tensors of a folder, of which a network's class would make one, that are not equal; None without."""
+def untied_tensors(folder: Path, config: PretrainedConfig, network_class: Any) -> tuple[str, str] | None:
+    """Returns two tensors of a folder that a configuration says are one, and that are not equal; None without."""
+    if not any(getattr(part, "tie_word_embeddings", False) for part in (config, config.get_text_config())):
+        return None
     places = {name: file for file in weight_files(folder) for name in _dtypes(file)}
     for pair in tied_names(network_class).items():
         # Names in files may have another prefix than those of the network.
@@ -244,9 +237,8 @@ def as_written(network: PreTrainedModel, state: dict[str, torch.Tensor]) -> dict
 
 def written_one_by_one(network: PreTrainedModel) -> bool:
     """True if each tensor that `save_pretrained` writes is made of a single one of the network's."""
-    parts = [as_written(network, {name: t.to("meta")}) for name, t in network.state_dict().items()]
-    pairs = [(name, tuple(tensor.shape)) for part in parts for name, tensor in part.items()]
-    whole = written_shapes(network)
+    alone = (as_written(network, {name: t.to("meta")}) for name, t in network.state_dict().items())
+    pairs, whole = [(name, tuple(t.shape)) for part in alone for name, t in part.items()], written_shapes(network)
     return len(pairs) == len(whole) and dict(pairs) == whole
 
 
@@ -304,8 +296,7 @@ def refuse_adapter(folder: Path) -> None:
     if weight_files(folder) and (folder / _ADAPTER).is_file():
         raise RecipeError(
             f"{folder} holds a whole model and an adapter beside it ({_ADAPTER}), which transformers would put into "
-            "the model, so that only the adapter would be trained. For the model alone, move adapter_config.json and "
-            "adapter_model.safetensors elsewhere. For the model with the adapter in it, merge the two first: "
+            "it and train alone. Move the adapter's files elsewhere; to begin from both, merge them first: "
             "`PeftModel.from_pretrained(MODEL, ADAPTER).merge_and_unload().save_pretrained(NEW_DIR)` of peft."
         )
 
@@ -335,10 +326,6 @@ def _finite(tensor: torch.Tensor) -> bool:
     # One pass without a copy; both ends are NaN where any number is.
     ends = (tensor.float() if tensor.itemsize == 1 else tensor).aminmax()
     return all(bool(torch.isfinite(end)) for end in ends)
-
-
-def _without_prefix(name: str) -> str:
-    return name.partition(".")[2]
 
 
 def _some(names: Iterable[str]) -> str:

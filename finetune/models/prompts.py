@@ -30,8 +30,7 @@ def text_tokens(tokenizer: Any, prompt: str) -> list[int]:
         ids = [tokenizer.eos_token_id]
     if not ids:
         raise DataError(
-            "The prompt is empty, and the tokenizer has no token that begins or ends texts to start from. Give a "
-            "prompt (sample.prompt, or --prompt)."
+            "The prompt is empty, and the tokenizer has no token to start from. Give one (sample.prompt, or --prompt)."
         )
     return ids
 
@@ -106,8 +105,7 @@ def check_stop_tokens(folder: Path, ends: Sequence[int], tokenizer: Any) -> None
     if set(found) != set(ends):
         raise CheckpointError(
             f"{folder / 'generation_config.json'} stops at {_named(tokenizer, found)}, but texts end at "
-            f"{_named(tokenizer, ends)}: generation would not stop, or would too early. Set eos_token_id to "
-            f"{list(ends)}."
+            f"{_named(tokenizer, ends)}: generation would not stop, or too early. Set eos_token_id to {list(ends)}."
         )
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from finetune.config.recipe_schema import Recipe
+from finetune.config.recipe_schema import ModelSection
 from finetune.models.frozen_weights import compute_dtype, multiply
 from finetune.utils.compat.library_versions import require_installed
 from finetune.utils.errors import RecipeError
@@ -58,9 +58,8 @@ def _eight_bits(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return packed.view(torch.int8).to(dtype)
 
 
-def loading_config(recipe: Recipe) -> Any | None:
+def loading_config(section: ModelSection) -> Any | None:
     """Returns the config by which `from_pretrained` quantises weights as it reads them; None if it is not to."""
-    section = recipe.model
     if section.quantization is not None:
         require_installed("bitsandbytes", f"model.quantization {section.quantization}")
     if section.quantization not in ("nf4", "fp4"):
@@ -76,7 +75,7 @@ def loading_config(recipe: Recipe) -> Any | None:
     )
 
 
-def quantize(network: PreTrainedModel, recipe: Recipe) -> None:
+def quantize(network: PreTrainedModel, section: ModelSection) -> None:
     """Quantises the linear modules of a network that has its weights, all but the output head, in place.
 
     Those of a network that was loaded by `loading_config` are quantised already.
@@ -84,7 +83,6 @@ def quantize(network: PreTrainedModel, recipe: Recipe) -> None:
     Raises:
         RecipeError: If there are none.
     """
-    section = recipe.model
     stored = getattr(network, "is_loaded_in_4bit", False)  # by the recipe, or because it lies on the disk like that
     if section.quantization is None and not stored:
         return
@@ -94,35 +92,30 @@ def quantize(network: PreTrainedModel, recipe: Recipe) -> None:
     if not stored:
         for name, linear in list(network.named_modules()):
             if type(linear) is nn.Linear and linear is not head:
-                whole, _, last = name.rpartition(".")
-                setattr(network.get_submodule(whole), last, _packed(linear, recipe))
+                network.set_submodule(name, _packed(linear, section))
         if section.quantization != "int8":
             # What peft looks up to choose its adapters.
             network.is_loaded_in_4bit = True
-    module: Any
-    found = 0
-    for module in network.modules():
+    packed: list[Any] = [m for m in network.modules() if isinstance(m, (bnb.nn.Linear4bit, Linear8bit))]
+    if not packed:
+        raise RecipeError(
+            f"model.quantization: {type(network).__name__} has no linear modules that can be packed. Leave it out."
+        )
+    for module in packed:
         if isinstance(module, bnb.nn.Linear4bit):
-            found += 1
             # A forward pass in evaluation mode would repack the weights for one kernel, in place: gradients are then
             # lost without a word, and what is gathered from shards has the old packing. Source: bitsandbytes 0.50,
             # `Linear4bit.forward`.
             module.support_avx512bf16_for_cpu = False
             module.register_forward_pre_hook(as_autocast)
             module.weight.packed_weights = module.weight.quant_state.shape.numel()
-        elif isinstance(module, Linear8bit):
-            found += 1
-            module.packed.packed_weights = module.in_features * module.out_features  # type: ignore[attr-defined]
+        else:
+            module.packed.packed_weights = module.in_features * module.out_features
     compute_in(network, torch.float32)
     for parameter in network.parameters():
         if not hasattr(parameter, "packed_weights"):
             # Read from a mapped file: one tensor that stays would keep all of the file in memory.
             parameter.data = parameter.data.clone()
-    if not found:
-        raise RecipeError(
-            f"model.quantization: {type(network).__name__} has no linear modules that can be packed. Leave "
-            "quantization out, or take another architecture."
-        )
 
 
 def as_autocast(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -131,10 +124,9 @@ def as_autocast(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     return (first.to(compute_dtype(first)), *rest)
 
 
-def _packed(module: nn.Linear, recipe: Recipe) -> nn.Module:
+def _packed(module: nn.Linear, section: ModelSection) -> nn.Module:
     import bitsandbytes as bnb
 
-    section = recipe.model
     if section.quantization == "int8":
         # Four to a number; a module whose rows do not fit stays as it is.
         return module if module.in_features % 4 else Linear8bit(module)

@@ -22,14 +22,15 @@ from finetune.distributed.strategies import tensor
 from finetune.distributed.strategies.tensor import SharedInputs
 from finetune.models import chunked_loss, quantization
 from finetune.models.frozen_weights import StoredLinear
-from finetune.models.lora_adapters import transformer
-from finetune.models.module_matching import embeddings_and_head
+from finetune.models.lora_adapters import embeddings_and_head, transformer
 from finetune.utils.errors import BackendError
 
 _COLUMNS = {"colwise": False, "colwise_gather_output": True, "colwise_rep": True}
 """Styles that split outputs; True if these are gathered again."""
 _ROWS = {"rowwise": False, "rowwise_split_input": True, "rowwise_rep": True}
 """Styles that split inputs; True if these come whole."""
+_EXPERTS = {"packed_colwise": (1, 2), "rowwise": (2, 1)}
+"""Styles that split the weights of all experts, (E, out, in): the dimension, and the matrices that lie in it."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +69,13 @@ def divide(network: nn.Module, *, loss_by_head: bool) -> Division:
     for name, module, style in _styled(inner, plan):
         finder.add_module(name, module, style)
     for name, module in inner.named_modules():
-        for key, _ in module.named_parameters(recurse=False):
+        for key, weight in module.named_parameters(recurse=False):
             own = f"{name}.{key}"
-            if (how := plan.get(plan_name(own))) is not None:
-                finder.add_parameter(own, module, key, how)
+            if (how := plan.get(plan_name(own))) is None:
+                continue
+            if weight.ndim != 3 or getattr(module, "is_transposed", False) or how not in _EXPERTS:
+                raise _refused(own, f"the style {how}")
+            finder.add_weight(own, weight, *_EXPERTS[how])
     partial = finder.partial | (_loss_parameters(network, inner) if loss_by_head else set())
     names = [(name, id(p)) for name, p in network.named_parameters()]
     return Division(
@@ -98,7 +102,15 @@ def split(network: nn.Module, group: Group) -> Splits:
         _join(module, style, shared, group)
     for name, how in division.splits.parameters.items():
         where, _, key = name.rpartition(".")
-        _shard(network.get_submodule(where), key, how, group)
+        owner: Any = network.get_submodule(where)
+        if how.packed is not None:
+            _shard_4bit(owner, how, group)
+            continue
+        whole = getattr(owner, key)
+        part = how.part_of(whole.detach(), group.size, group.rank)
+        setattr(owner, key, nn.Parameter(part, requires_grad=whole.requires_grad))
+        if isinstance(owner, nn.Linear) and key == "weight":
+            owner.out_features, owner.in_features = part.shape
     if head is not None:
         # Each rank computes the loss of a part of the tokens, unless others use the head's parameters, too.
         parameters, (embedding, _) = _loss_parameters(network, inner), embeddings_and_head(inner)
@@ -153,48 +165,35 @@ class _Finder:
 
     def add_module(self, name: str, module: Any, style: str) -> None:
         if style in _COLUMNS or style in _ROWS:
-            dim = 0 if style in _COLUMNS else 1
-            base = self._add_linear(name, module, dim)
-            if base is not module:
-                whole, split = (module.lora_A, module.lora_B) if dim == 0 else (module.lora_B, module.lora_A)
-                self.partial |= {id(p) for p in whole.parameters()}
-                for key, adapter in split.items():
-                    self._add_weight(f"{name}'s adapter {key}", adapter.weight, dim)
-            # Of rows, a bias is added to what is summed.
-            if dim == 0 and base.bias is not None:
-                self._add_weight(f"{name}.bias", base.bias, 0)
+            self._add_linear(name, module, 0 if style in _COLUMNS else 1)
         elif style == "replicated_with_grad_allreduce":
             self.partial |= {id(p) for p in module.parameters()}
         elif style != "moe_tp_experts":
             raise _refused(name, f"the style {style}")
 
-    def add_parameter(self, name: str, module: Any, key: str, style: str) -> None:
-        """Adds a parameter that a plan names itself: the weights of all experts, (E, out, in)."""
-        weight = getattr(module, key)
-        if weight.ndim != 3 or getattr(module, "is_transposed", False) or style not in ("packed_colwise", "rowwise"):
-            raise _refused(name, f"the style {style}")
-        if style == "packed_colwise":
-            self._add_weight(name, weight, 1, blocks=2)
-        else:
-            self._add_weight(name, weight, 2)
-
-    def _add_linear(self, name: str, module: Any, dim: int) -> Any:
-        """Adds the weight of a linear module, inside its adapter if it has one, and returns that module."""
+    def _add_linear(self, name: str, module: Any, dim: int) -> None:
+        """Adds the weights of a linear module, and of its adapter if it has one."""
         base = getattr(module, "base_layer", module)
         adapted = base is not module
-        if adapted and not (hasattr(module, "lora_A") and not any(map(bool, module.use_dora.values()))):
+        if adapted and (not hasattr(module, "lora_A") or any(module.use_dora.values())):
             raise _refused(name, "an adapter that is no LoRA")
-        kind = type(base)
-        plain = kind in (nn.Linear, StoredLinear)
-        if kind.__name__ == "Linear4bit" or (plain and hasattr(base.weight, "packed_weights")):
+        plain = type(base) in (nn.Linear, StoredLinear)
+        if type(base).__name__ == "Linear4bit" or (plain and hasattr(base.weight, "packed_weights")):
             self._add_4bit(name, base, dim)
         elif plain:
-            self._add_weight(name, base.weight, dim)
+            self.add_weight(name, base.weight, dim)
         else:
-            raise _refused(name, kind.__name__)
-        return base
+            raise _refused(name, type(base).__name__)
+        if adapted:
+            whole, split = (module.lora_A, module.lora_B) if dim == 0 else (module.lora_B, module.lora_A)
+            self.partial |= {id(p) for p in whole.parameters()}
+            for key, adapter in split.items():
+                self.add_weight(f"{name}'s adapter {key}", adapter.weight, dim)
+        # Of rows, a bias is added to what is summed.
+        if dim == 0 and base.bias is not None:
+            self.add_weight(f"{name}.bias", base.bias, 0)
 
-    def _add_weight(self, name: str, weight: Any, dim: int, *, blocks: int = 1) -> None:
+    def add_weight(self, name: str, weight: Any, dim: int, blocks: int = 1) -> None:
         self.splits[id(weight)] = Split(tuple(weight.shape), dim, blocks)
         self.units[f"rows or columns of {name}"] = weight.shape[dim] // blocks
 
@@ -238,19 +237,8 @@ def _join(module: Any, style: str, shared: SharedInputs, group: Group) -> None:
         module.register_forward_hook(lambda _, __, output: tensor.sum_outputs(output, group))
 
 
-def _shard(module: Any, key: str, how: Split, group: Group) -> None:
-    """Leaves a module this rank's part of a parameter."""
-    whole = getattr(module, key)
-    if how.packed is not None:
-        _shard_4bit(module, how, group)
-        return
-    part = how.part_of(whole.detach(), group.size, group.rank)
-    setattr(module, key, nn.Parameter(part, requires_grad=whole.requires_grad))
-    if isinstance(module, nn.Linear) and key == "weight":
-        module.out_features, module.in_features = part.shape
-
-
 def _shard_4bit(module: Any, how: Split, group: Group) -> None:
+    """Leaves a module this rank's part of its weight."""
     weight, (size, rank) = module.weight, (group.size, group.rank)
     state, rows = weight.quant_state, how.shape[0]
     if state.nested:

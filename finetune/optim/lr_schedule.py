@@ -39,10 +39,7 @@ def lr_at(step: int, num_steps: int, recipe: Recipe) -> float:
         if step < start:
             return peak
     progress = (step - start + 1) / (num_steps - start + 1)
-    if schedule.name == "cosine":
-        shape = 0.5 * (1.0 + math.cos(math.pi * progress))
-    else:
-        shape = 1.0 - progress
+    shape = 0.5 * (1.0 + math.cos(math.pi * progress)) if schedule.name == "cosine" else 1.0 - progress
     return peak * (schedule.floor + (1.0 - schedule.floor) * shape)
 
 

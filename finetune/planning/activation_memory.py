@@ -90,14 +90,17 @@ def shape_of(variant: Variant) -> Shape | None:
     heads = max((int(getattr(layer, "num_attention_heads", None) or 0) for layer in each), default=0)
     if not heads:
         return None
+    # Some plans split MLPs only.
+    split = [] if isinstance(variant.division, str) else variant.division.splits.parameters
+    parts = variant.parts if any("att" in name for name in split) else 1
     h = int(config.hidden_size)
     experts = int(getattr(config, "num_experts_per_tok", None) or 1)
     kind = str(getattr(config, "hidden_act", None) or getattr(config, "activation_function", ""))
     return Shape(
         h=h,
         f=max(_inner(layer, h) for layer in each) * experts // variant.parts,
-        a=heads // variant.attention_parts,
-        k=max(int(getattr(layer, "num_key_value_heads", None) or heads) for layer in each) // variant.attention_parts,
+        a=heads // parts,
+        k=max(int(getattr(layer, "num_key_value_heads", None) or heads) for layer in each) // parts,
         d=max(int(getattr(layer, "head_dim", None) or h // heads) for layer in each),
         layers=len(each),
         vocabulary=int(config.vocab_size),
@@ -198,15 +201,13 @@ def _attention(variant: Variant, s: Shape, half: bool, whole: bool) -> int:
     if whole:
         # An adapter is given the output in fp32.
         return core + (4 * s.a * s.d if half and variant.adapters else 0)
-    # An adapter has a copy of the output projection's input; the projection itself saves the output.
-    return core + (_inputs(variant, s) if half else 0) - (c * s.a * s.d if half and not variant.adapters else 0)
-
-
-def _inputs(variant: Variant, s: Shape) -> int:
-    """Counts 16-bit copies of linear modules' inputs, but for those that an MLP's product puts out in 16 bit anyway."""
+    if not half:
+        return core
+    # And 16-bit copies of linear modules' inputs, but for those that an MLP's product puts out in 16 bit anyway. An
+    # adapter has a copy of the output projection's input; the projection itself saves the output.
     inside = [inputs for inputs, kept in variant.linears if kept and inputs != s.f * s.parts]
     head = s.h if variant.linears and variant.linears[-1][1] else 0
-    return 2 * (sum(inside) - head) // s.layers
+    return core + 2 * (sum(inside) - head) // s.layers - (0 if variant.adapters else c * s.a * s.d)
 
 
 def _mlp(variant: Variant, s: Shape, half: bool, whole: bool, last: bool) -> int:

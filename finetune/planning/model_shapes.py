@@ -11,14 +11,13 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from finetune.config.recipe_schema import LoraSection, Recipe
-from finetune.data.tokenization.build_tokenizer import load_tokenizer
-from finetune.distributed.param_specs import ParamSpec, ParamSpecs
+from finetune.config.recipe_schema import LoraSection, OptimSection, Recipe
+from finetune.data.tokenization.tokenizer import load_tokenizer
 from finetune.distributed.split_parameters import UNSPLIT, Splits
-from finetune.distributed.tensor_facts import width_of
+from finetune.distributed.strategies.prediction import ParamSpec, ParamSpecs
+from finetune.distributed.tensor_facts import DTYPES, width_of
 from finetune.models import chunked_loss, frozen_weights, lora_adapters, pretrained_files, split_layers
 from finetune.models.forward_wrapper import ForwardWrapper
-from finetune.models.module_matching import embeddings_and_head
 from finetune.models.quantization import BLOCK
 from finetune.models.split_layers import Division
 from finetune.monitoring.flops import flops_per_target
@@ -28,7 +27,6 @@ from finetune.tasks.task_lookup import find_task, head_of
 from finetune.utils.compat.accelerate_private import unsplit_classes
 from finetune.utils.errors import BackendError, RecipeError
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 KINDS = ("full", "LoRA", "QLoRA")
 
 Packable = list[tuple[Any, torch.Size]]
@@ -72,12 +70,6 @@ class Variant:
     parts: int = 1
     """Ranks that its layers are split over."""
 
-    @property
-    def attention_parts(self) -> int:
-        """Ranks that its attention is split over: some plans split MLPs only."""
-        split = isinstance(self.division, Division) and any("att" in name for name in self.division.splits.parameters)
-        return self.parts if split else 1
-
 
 def part_of(variant: Variant, size: int) -> Variant:
     """Returns what each of `size` ranks has of a variant whose layers they split.
@@ -97,7 +89,7 @@ def part_of(variant: Variant, size: int) -> Variant:
 
 
 def read_variants(recipe: Recipe, stored: str | None = None, kinds: Sequence[str] = KINDS) -> dict[str, Variant | str]:
-    """The recipe's model, trained in each way; a reason in place of a way that is closed.
+    """Reads the recipe's model, trained in each way; a reason stands in place of a way that is closed.
 
     Args:
         stored: The dtype of the weights as they are stored; None reads it off them.
@@ -109,7 +101,10 @@ def read_variants(recipe: Recipe, stored: str | None = None, kinds: Sequence[str
     recipe = with_vocabulary_size(recipe)
     found: dict[str, Variant | str] = {}
     ways = {kind: as_kind(recipe, kind) for kind in kinds}
-    packed_later = _packed_later(ways)
+    # QLoRA's network is LoRA's, packed: attaching adapters is most of the work of a plan.
+    packed_later = None
+    if {"LoRA", "QLoRA"} <= ways.keys() and head_of(recipe) is not None and ways["LoRA"].lora == ways["QLoRA"].lora:
+        packed_later = ways["QLoRA"]
     adapted: tuple[nn.Module, Packable] | None = None
     for kind, wanted in ways.items():
         try:
@@ -125,22 +120,15 @@ def read_variants(recipe: Recipe, stored: str | None = None, kinds: Sequence[str
     return found
 
 
-def _packed_later(ways: dict[str, Recipe]) -> Recipe | None:
-    """Returns QLoRA's recipe if its network is LoRA's, packed: attaching adapters is most of the work of a plan."""
-    if not {"LoRA", "QLoRA"} <= ways.keys() or head_of(ways["QLoRA"]) is None:
-        return None
-    return ways["QLoRA"] if ways["LoRA"].lora == ways["QLoRA"].lora else None
-
-
 def kind_of(recipe: Recipe) -> str:
-    """The way that a recipe itself asks for."""
+    """Returns the way that a recipe itself asks for."""
     if recipe.lora is None:
         return "full"
     return "LoRA" if recipe.model.quantization is None else "QLoRA"
 
 
 def as_kind(recipe: Recipe, kind: str) -> Recipe:
-    """The recipe with all else equal."""
+    """Returns a recipe that trains in another way, with all else equal."""
     if kind == kind_of(recipe):
         return recipe
     section = recipe.lora or LoraSection()
@@ -151,12 +139,8 @@ def as_kind(recipe: Recipe, kind: str) -> Recipe:
         model["quantization"] = recipe.model.quantization or "nf4"
         if section.init == "pissa":
             section = section.model_copy(update={"init": "default"})
-    return recipe.model_copy(
-        update={
-            "lora": None if kind == "full" else section,
-            "model": recipe.model.model_copy(update=model),
-        }
-    )
+    lora = None if kind == "full" else section
+    return recipe.model_copy(update={"lora": lora, "model": recipe.model.model_copy(update=model)})
 
 
 def is_half(recipe: Recipe) -> bool:
@@ -164,14 +148,13 @@ def is_half(recipe: Recipe) -> bool:
     return recipe.precision != "fp32"
 
 
-def with_unpaged_optimizer(recipe: Recipe) -> Recipe:
-    """Paged optimisers are refused without a GPU, which the machine that plans may well be."""
-    name = recipe.optim.name.removeprefix("Paged")
-    return recipe.model_copy(update={"optim": recipe.optim.model_copy(update={"name": name})})
+def without_paging(optim: OptimSection) -> OptimSection:
+    """Returns an optimiser that is not paged. Paged ones are refused on a machine without a GPU, which may plan."""
+    return optim.model_copy(update={"name": optim.name.removeprefix("Paged")})
 
 
 def with_vocabulary_size(recipe: Recipe) -> Recipe:
-    """The recipe with the size of the vocabulary written out, where a tokenizer decides it."""
+    """Returns a recipe with the size of the vocabulary written out, where a tokenizer decides it."""
     config = recipe.model.config
     if recipe.tokenizer.name is None or config is None or "vocab_size" in config or head_of(recipe) is None:
         return recipe
@@ -224,6 +207,11 @@ def _read_variant(network: nn.Module, kind: str, recipe: Recipe, scales: int) ->
     except BackendError as error:
         division = str(error)
     splits = division.splits if isinstance(division, Division) else UNSPLIT
+    # The modules that put an adapter around another one.
+    wrappers: list[Any] = [m for m in network.modules() if hasattr(m, "lora_A") and hasattr(m, "merge")]
+    adapted = {id(wrapper.get_base_layer()) for wrapper in wrappers}
+    named: list[tuple[str, Any]] = list(network.named_modules())
+    linear = [m for n, m in named if type(m).__name__ in ("Linear", "StoredLinear", "Conv1D") and ".lora_" not in n]
     # Were all of it trained, each product would be done three times, of which one is forward.
     network.requires_grad_(True)
     forward = flops_per_target(network, length) / 3
@@ -238,15 +226,18 @@ def _read_variant(network: nn.Module, kind: str, recipe: Recipe, scales: int) ->
         forward_flops=forward,
         parameters=sum(int(getattr(p, "packed_weights", p.numel())) for p in network.parameters()),
         trained=sum(p.numel() for p in trained),
-        state_bytes=optimizers.state_bytes(with_unpaged_optimizer(recipe).optim),
-        linears=tuple(_linears(network)),
+        state_bytes=optimizers.state_bytes(without_paging(recipe.optim)),
+        linears=tuple(
+            (int(m.nx if hasattr(m, "nx") else m.in_features), id(m) in adapted or m.weight.requires_grad)
+            for m in linear
+        ),
         adapters=lora_adapters.describe_adapters(network),
-        adapted=tuple((m.in_features, m.out_features) for m in _wrappers(network)),
+        adapted=tuple((m.in_features, m.out_features) for m in wrappers),
         config=config,
         next_token=next_token,
         loss_by_head=loss_by_head,
         norms_trained=any(p.requires_grad for n, p in network.named_parameters() if "norm" in n),
-        names=frozenset(n.rpartition(".")[2] for n, _ in network.named_modules()),
+        names=frozenset(n.rpartition(".")[2] for n, _ in named),
         division=division,
     )
 
@@ -260,7 +251,7 @@ def _param_specs(model: nn.Module, recipe: Recipe, scales: int, splits: Splits) 
     """
     groups = parameter_groups(model, recipe.optim.weight_decay)
     group_of = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
-    both, layers = embeddings_and_head(model), unsplit_classes(model)
+    both, layers = lora_adapters.embeddings_and_head(model), unsplit_classes(model)
     unit_of: dict[int, str] = {}
     looked_up: set[int] = set()
     for name, module in model.named_modules():
@@ -293,13 +284,11 @@ def _param_specs(model: nn.Module, recipe: Recipe, scales: int, splits: Splits) 
 
 def _stored_dtype(recipe: Recipe, network: nn.Module, stored: str | None) -> torch.dtype:
     """Finds it as `build_network.build_model` does, but without reading weights that are not there."""
-    section = recipe.model
-    pissa = recipe.lora is not None and recipe.lora.init == "pissa"
-    if pissa or (recipe.lora is None and section.freeze is None):
-        return torch.float32
-    if stored is not None:
+    section, lora = recipe.model, recipe.lora
+    changed = section.freeze is None if lora is None else lora.init == "pissa"
+    if stored is not None and not changed:
         return DTYPES[stored]
-    if section.name is None:
+    if changed or section.name is None:
         return torch.float32
     folder = pretrained_files.weights_folder(section.name, section.revision)
     if any(folder.glob("*.safetensors")):
@@ -309,7 +298,7 @@ def _stored_dtype(recipe: Recipe, network: nn.Module, stored: str | None) -> tor
 
 
 def _packable(network: Any, recipe: Recipe) -> Iterator[Any]:
-    """The linear modules that `quantization.quantise`, or transformers while it loads, would pack."""
+    """Yields the linear modules that `quantization.quantize`, or transformers while it loads, would pack."""
     section = recipe.model
     if section.quantization is None or not isinstance(network, PreTrainedModel):
         return
@@ -344,23 +333,9 @@ def pack_linear(module: Any, recipe: Recipe, shape: torch.Size, *, part: bool = 
 
 
 def _scales(count: int, *, double: bool) -> int:
-    """Bytes of the scales of so many weights of 4 bits."""
+    """Returns the bytes of the scales of so many weights of 4 bits."""
     blocks, code = math.ceil(count / BLOCK), 4 * 16
     if not double:
         return 4 * blocks + code
     # A byte a scale; their own scales, code and offset.
     return blocks + code + 4 * math.ceil(blocks / _BLOCK_OF_SCALES) + 4 * 256 + 4
-
-
-def _wrappers(network: nn.Module) -> list[Any]:
-    """The modules that put an adapter around another one."""
-    return [module for module in network.modules() if hasattr(module, "lora_A") and hasattr(module, "merge")]
-
-
-def _linears(network: nn.Module) -> Iterator[tuple[int, bool]]:
-    adapted = {id(wrapper.get_base_layer()) for wrapper in _wrappers(network)}
-    module: Any
-    for name, module in network.named_modules():
-        if type(module).__name__ in ("Linear", "StoredLinear", "Conv1D") and ".lora_" not in name:
-            inputs = int(module.nx if hasattr(module, "nx") else module.in_features)
-            yield inputs, id(module) in adapted or bool(module.weight.requires_grad)

@@ -6,7 +6,6 @@ from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from finetune.planning import recommendations
@@ -46,9 +45,15 @@ def print_plan(plan: Plan, console: Console, *, energy: bool = False) -> None:
     )
     if machines.assumed is not None:
         console.print(machines.assumed)
-    console.print(_table(plan))
+    unit = _unit_of([candidate.peak for candidate in plan.candidates.values()])
+    ways = [f"{kind} (the recipe)" if kind == plan.kind else kind for kind in KINDS]
+    table = plain_table("launch file", "ranks", *ways, right=("ranks", *ways))
+    for name, launch in plan.launches.items():
+        cells = [_cell(plan.candidates[name, kind], unit) for kind in KINDS]
+        table.add_row(name, str(launch.num_processes), *cells)
+    console.print(table)
     console.print(
-        f"{_unit(plan)} a rank: from step to step (wherever it rests) > peak on the device. Fits: with a margin of "
+        f"{unit} a rank: from step to step (wherever it rests) > peak on the device. Fits: with a margin of "
         f"{max(c.margin for c in plan.candidates.values()):.0%} and 1 GiB for context and libraries; tight: without "
         "the margin.",
     )
@@ -77,7 +82,7 @@ def print_plan(plan: Plan, console: Console, *, energy: bool = False) -> None:
         console.print(
             f"  {', '.join(each)}: gradients are summed over ranks after each micro-batch, since whole ones do not fit"
         )
-    _bars(plan, console)
+    _bars(plan, console, unit)
     advice = plan.advice
     if advice.candidate is None:
         console.print(f"\nRecommended: {advice.reason}")
@@ -86,24 +91,15 @@ def print_plan(plan: Plan, console: Console, *, energy: bool = False) -> None:
         console.print(f"\nRecommended: {advice.candidate.launch.file}{more}: {advice.reason}.")
     _work(plan, console, energy=energy)
     if plan.own_error is not None:
-        console.print(plan.own_error.line(plan.device))
+        console.print(plan.own_error.line())
 
 
 def _by_reason(reasons: Iterable[tuple[str, str]]) -> Iterable[tuple[str, str]]:
-    """Reasons, once each, with all the names that have them; an empty reason is none."""
+    """Yields each reason once, with the names that have it; an empty reason is none."""
     found: dict[str, list[str]] = {}
     for reason, name in reasons:
         found.setdefault(reason, []).append(name)
     return ((reason, ", ".join(names)) for reason, names in found.items() if reason)
-
-
-def _table(plan: Plan) -> Table:
-    ways = [f"{kind} (the recipe)" if kind == plan.kind else kind for kind in KINDS]
-    table = plain_table("launch file", "ranks", *ways, right=("ranks", *ways))
-    for name, launch in plan.launches.items():
-        candidates = [_cell(plan.candidates[name, kind], _unit(plan)) for kind in KINDS]
-        table.add_row(name, str(launch.num_processes), *candidates)
-    return table
 
 
 def _cell(candidate: Candidate, unit: str) -> Text:
@@ -115,12 +111,8 @@ def _cell(candidate: Candidate, unit: str) -> Text:
     )
 
 
-def _unit(plan: Plan) -> str:
-    return _unit_of([candidate.peak for candidate in plan.candidates.values()])
-
-
 def _unit_of(sizes: list[int]) -> str:
-    """One unit for all: of tiny networks GiB would show zero."""
+    """Returns one unit for all sizes: of tiny networks GiB would show zero."""
     return "GiB" if max(sizes, default=0) >= GIB else "MiB"
 
 
@@ -129,16 +121,20 @@ def _size(size: float, unit: str) -> str:
     return f"{value:,.1f}" if value >= 10 else f"{value:.2f}"
 
 
-def _bars(plan: Plan, console: Console) -> None:
+def _bars(plan: Plan, console: Console, unit: str) -> None:
     coloured = console.is_terminal and not console.no_color
-    capacity, unit = plan.machines.gpu.memory_gib * GIB, _unit(plan)
+    capacity = plan.machines.gpu.memory_gib * GIB
     legend = Text(f"\nPeak of {plan.kind} by what it is for, of {plan.machines.gpu.memory_gib:.4g} GiB: ")
     for part, (letter, colour) in _PARTS.items():
         # A mark and its name stay on one line.
         legend.append(f"{'█' if coloured else letter}\u00a0{part}  ", style=colour)
     console.print(legend)
     shown = [plan.candidates[name, plan.kind] for name in plan.launches]
-    ends = {candidate.name: _behind_bar(candidate, unit) for candidate in shown}
+    ends = {}
+    for candidate in shown:
+        places = (("host", candidate.host), ("disk", candidate.disk))
+        more = "".join(f", {place} {_size(size, unit)}" for place, size in places if size)
+        ends[candidate.name] = f"{_size(candidate.peak, unit)} {unit}{more}"
     width = max(map(len, plan.launches))
     room = max(_WIDTH // 4, console.width - width - 2 - max(map(len, ends.values())))
     # What does not fit is longer than the device, up to four times, as far as the terminal goes.
@@ -152,12 +148,6 @@ def _bars(plan: Plan, console: Console) -> None:
             bar.append(("█" if coloured else letter) * (min(round(done), most) - begin), colour)
         bar.append("·" * max(0, device - len(bar)))
         console.print(Text(f"{candidate.name:<{width}} ").append(bar).append(f" {ends[candidate.name]}"))
-
-
-def _behind_bar(candidate: Candidate, unit: str) -> str:
-    places = (("host", candidate.host), ("disk", candidate.disk))
-    more = [f", {place} {_size(size, unit)}" for place, size in places if size]
-    return f"{_size(candidate.peak, unit)} {unit}{''.join(more)}"
 
 
 def _work(plan: Plan, console: Console, *, energy: bool) -> None:
@@ -235,39 +225,30 @@ def print_traced(traced: list[Traced], console: Console) -> None:
 
 
 def as_json(plan: Plan, traced: list[Traced] | None = None) -> str:
-    """All of it, sizes in bytes."""
-    machines = asdict(plan.machines)
-    variants: dict[str, Any] = {
-        kind: {"refused": v} if isinstance(v, str) else {"parameters": v.parameters, "trained": v.trained}
-        for kind, v in plan.variants.items()
-    }
-    candidates = [
-        {**_facts(candidate), "fits_with": plan.cheapest.get(key)} for key, candidate in plan.candidates.items()
-    ]
-    chosen = plan.advice.candidate
-    advice = {
-        "launch_file": chosen.launch.file if chosen is not None else None,
-        "changes": list(plan.advice.changes),
-        "reason": plan.advice.reason,
-        "cell": _facts(chosen) if chosen is not None else None,
-    }
-    work = {**asdict(plan.work), "tokens_per_parameter": plan.work.tokens_per_parameter, "chinchilla": CHINCHILLA}
-    time = asdict(plan.time) if plan.time is not None else None
-    return json.dumps(
-        {
-            "kind": plan.kind,
-            "machines": machines,
-            "variants": variants,
-            "cells": candidates,
-            "advice": advice,
-            "work": work,
-            "time": time,
-            "first_size": plan.first_size,
-            "own_error": {"device": plan.device, **asdict(plan.own_error)} if plan.own_error is not None else None,
-            **({"traced": [_traced(t) for t in traced]} if traced is not None else {}),
+    """Returns a plan as JSON, with sizes in bytes."""
+    chosen, error = plan.advice.candidate, plan.own_error
+    report: dict[str, Any] = {
+        "kind": plan.kind,
+        "machines": asdict(plan.machines),
+        "variants": {
+            kind: {"refused": v} if isinstance(v, str) else {"parameters": v.parameters, "trained": v.trained}
+            for kind, v in plan.variants.items()
         },
-        indent=2,
-    )
+        "cells": [{**_facts(found), "fits_with": plan.cheapest.get(key)} for key, found in plan.candidates.items()],
+        "advice": {
+            "launch_file": chosen.launch.file if chosen is not None else None,
+            "changes": list(plan.advice.changes),
+            "reason": plan.advice.reason,
+            "cell": _facts(chosen) if chosen is not None else None,
+        },
+        "work": {**asdict(plan.work), "tokens_per_parameter": plan.work.tokens_per_parameter, "chinchilla": CHINCHILLA},
+        "time": asdict(plan.time) if plan.time is not None else None,
+        "first_size": plan.first_size,
+        "own_error": asdict(error) if error is not None else None,
+    }
+    if traced is not None:
+        report["traced"] = [_traced(found) for found in traced]
+    return json.dumps(report, indent=2)
 
 
 def _traced(found: Traced) -> dict[str, Any]:

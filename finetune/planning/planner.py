@@ -1,11 +1,14 @@
-"""The plan: every launch file x every way to train."""
+"""The plan: every launch file x every way to train; and the peaks that runs on this machine have measured."""
 
 import argparse
 import functools
+import json
 import math
+import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,14 +19,12 @@ from finetune.distributed.gpu_specs import Gpu, find_gpu, of_device
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.launch.launch_file import read_launch_file
 from finetune.distributed.launch.predicted_environment import launch_of_file
-from finetune.planning import measured_peaks, model_shapes, recommendations
+from finetune.planning import model_shapes, recommendations
 from finetune.planning.activation_memory import Device, StepSetting
 from finetune.planning.launch_candidates import Candidate, assess_candidate, setting_of
-from finetune.planning.link_speeds import read_links
-from finetune.planning.measured_peaks import Error
 from finetune.planning.model_shapes import Variant
 from finetune.planning.recommendations import Advice
-from finetune.planning.step_time import Machines, Time, Work, count_work, predict_time
+from finetune.planning.step_time import Machines, Time, Work, count_work, predict_time, read_links
 from finetune.utils import atomic_files
 from finetune.utils.errors import BackendError, RecipeError
 from finetune.utils.shipped_files import launch_folder
@@ -33,6 +34,46 @@ _ON_ONE_GPU = ("single", "zero3_offload", "zero3_nvme")
 
 # Where neither the command line nor this machine says.
 _ASSUMED_GPU, _ASSUMED_GPUS = "h100-80gb", 8
+
+
+_PEAKS = "peaks.jsonl"
+
+# Below this, what libraries load meanwhile is a good part of a process's resident memory.
+_LEAST_RESIDENT = 512 * 2**20
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most that a rank held while it trained."""
+
+    device: str
+    of: str
+    """`allocated` on a GPU; `resident` on a CPU: over what the process held before, libraries and all."""
+    launch: str
+    kind: str
+    processes: int
+    predicted: int
+    """Bytes, without the margin."""
+    measured: int
+
+
+@dataclass(frozen=True)
+class Error:
+    """Measured peaks on a device beside the predicted ones."""
+
+    device: str
+    runs: int
+    least: float
+    median: float
+    most: float
+    """Measured by predicted."""
+
+    def line(self) -> str:
+        """Returns one line for people."""
+        return (
+            f"On this machine ({self.device}) {self.runs} run(s) took {self.least:.2f} to {self.most:.2f} of the peak "
+            f"that was predicted, {self.median:.2f} in the middle."
+        )
 
 
 @dataclass(frozen=True)
@@ -57,8 +98,6 @@ class Plan:
     work: Work
     own_error: Error | None
     """Error of earlier plans on this machine, whatever this plan is for."""
-    device: str
-    """This machine's."""
     first_size: int | None
     """Size with which trials of `batch.micro_size: auto` would begin under the launch that is recommended."""
 
@@ -69,7 +108,14 @@ def machines_of(parsed: argparse.Namespace) -> Machines:
     Raises:
         RecipeError: If a figure makes no sense.
     """
-    here, there = _gpu_here()
+    # The GPU has the memory that it says, whatever the table has.
+    here: Gpu | None = None
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if there:
+        facts = torch.cuda.get_device_properties(0)
+        memory = facts.total_memory / 2**30
+        known = of_device(facts.name, memory)
+        here = replace(known, memory_gib=memory) if known is not None else None
     gpus = parsed.gpus if parsed.gpus is not None else there or _ASSUMED_GPUS
     price, host = (0.0 if parsed.price is None else parsed.price), (1.0 if parsed.host is None else parsed.host)
     for name, value, sensible, allowed in (
@@ -94,34 +140,15 @@ def machines_of(parsed: argparse.Namespace) -> Machines:
         what = f"{gpus} x {gpu.name}" if guessed["--gpus"] else gpu.name
         flags = " and ".join(flag for flag, is_guessed in guessed.items() if is_guessed)
         assumed = f"Assumed: {what} a machine, since {why} and {flags} did not say. Give what you have or mean to rent."
-    return Machines(
-        gpu,
-        gpus,
-        parsed.nodes,
-        parsed.network,
-        parsed.mfu,
-        parsed.price,
-        parsed.host,
-        read_links(parsed.links),
-        assumed,
-    )
-
-
-def _gpu_here() -> tuple[Gpu | None, int]:
-    """This machine's GPU, if the table has it, with the memory that it has; and how many there are."""
-    if not torch.cuda.is_available():
-        return None, 0
-    facts = torch.cuda.get_device_properties(0)
-    memory = facts.total_memory / 2**30
-    known = of_device(facts.name, memory)
-    return (replace(known, memory_gib=memory) if known is not None else None), torch.cuda.device_count()
+    links = read_links(parsed.links)
+    return Machines(gpu, gpus, parsed.nodes, parsed.network, parsed.mfu, parsed.price, parsed.host, links, assumed)
 
 
 def make_plan(recipe: Recipe, machines: Machines, folder: Path | None = None, stored: str | None = None) -> Plan:
     """Makes a plan; nothing is loaded or launched.
 
     Args:
-        folder: Of launch files; None for those that ship.
+        folder: Folder of launch files; None for those that ship.
         stored: The dtype that frozen weights are stored in; None reads it off them.
 
     Raises:
@@ -137,7 +164,12 @@ def make_plan(recipe: Recipe, machines: Machines, folder: Path | None = None, st
         variant = variants[kind]
         if isinstance(variant, str):
             return Candidate(name, kind, launches[name], setting, "refused", reason=variant)
-        return _on_host(assess_candidate(name, launches[name], variant, setting, machines.gpu), machines)
+        candidate = assess_candidate(name, launches[name], variant, setting, machines.gpu)
+        wanted = candidate.host * machines.gpus / 2**30
+        if machines.host_gib is None or wanted <= machines.host_gib:
+            return candidate
+        reason = f"{wanted:,.0f} GiB of host memory a machine do not fit into {machines.host_gib:g}"
+        return replace(candidate, verdict="no", reason="; ".join(filter(None, (candidate.reason, reason))))
 
     # Rows that come out even, if the recipe's own do not.
     own, ranks = setting_of(recipe), max(launch.num_processes for launch in launches.values())
@@ -174,11 +206,7 @@ def make_plan(recipe: Recipe, machines: Machines, folder: Path | None = None, st
         advice=advice,
         time=time,
         work=count_work(planned),
-        own_error=measured_peaks.compare_peaks(
-            measured_peaks.read_peaks(Path(recipe.data.cache_dir)),
-            device := device_selection.device_identity()["device"],
-        ),
-        device=device,
+        own_error=compare_peaks(read_peaks(Path(recipe.data.cache_dir)), device_selection.device_identity()["device"]),
         first_size=first_size,
     )
 
@@ -225,15 +253,6 @@ def _launches(folder: Path, machines: Machines) -> dict[str, Launch]:
     return dict(sorted(found.items(), key=lambda pair: recommendations.preference_of(pair[1], machines.nodes)))
 
 
-def _on_host(candidate: Candidate, machines: Machines) -> Candidate:
-    """A candidate that does not fit if what its ranks keep in host memory does not."""
-    wanted = candidate.host * machines.gpus / 2**30
-    if machines.host_gib is None or wanted <= machines.host_gib:
-        return candidate
-    reason = f"{wanted:,.0f} GiB of host memory a machine do not fit into {machines.host_gib:g}"
-    return replace(candidate, verdict="no", reason="; ".join(filter(None, (candidate.reason, reason))))
-
-
 def write_launch_file(plan: Plan, file: Path) -> None:
     """Writes the launch file that a plan recommends.
 
@@ -269,12 +288,40 @@ def candidates_of(recipe: Recipe, launch: Launch, room: int) -> Callable[[int], 
 
 
 def largest_micro_size(recipe: Recipe, launch: Launch, sizes: Sequence[int], room: int) -> int:
-    """The largest micro-batch that fits; the smallest where nothing can be said.
+    """Returns the largest micro-batch that fits; the smallest where nothing can be said.
 
     Args:
-        sizes: In rows; all of them come out even.
+        sizes: Rows of a micro-batch; all of them come out even.
         room: Bytes that a rank can have.
     """
     of = candidates_of(recipe, launch, room)
     fits = [size for size in sizes if of(size).verdict == "fits"] if of is not None else []
     return max(fits, default=min(sizes))
+
+
+def add_peak(folder: Path, peak: Peak) -> None:
+    """Writes a peak down.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    # One write of one line: runs beside each other append, and do not mix.
+    with (folder / _PEAKS).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(asdict(peak)) + "\n")
+
+
+def read_peaks(folder: Path) -> list[Peak]:
+    """Returns the peaks that were written down, as far as they can be read."""
+    try:
+        lines: list[Any] = atomic_files.read_lines(folder / _PEAKS)
+    except (OSError, ValueError):
+        return []
+    return [Peak(**line) for line in lines if line.keys() == Peak.__dataclass_fields__.keys()]
+
+
+def compare_peaks(peaks: Sequence[Peak], device: str) -> Error | None:
+    """Compares all peaks of a device; None if none was large enough to tell."""
+    told = [p for p in peaks if p.device == device and (p.of == "allocated" or p.predicted >= _LEAST_RESIDENT)]
+    ratios = [peak.measured / peak.predicted for peak in told]
+    return Error(device, len(ratios), min(ratios), statistics.median(ratios), max(ratios)) if ratios else None

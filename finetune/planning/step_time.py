@@ -1,18 +1,47 @@
-"""Predicts FLOPs, time and cost of a step, and whether communication overlaps with it."""
+"""Predicts FLOPs, traffic, time and cost of a step, and whether communication overlaps with it.
 
+Link speeds are those that `finetune comms --json` measured, else those of a data sheet.
+"""
+
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, Field, PositiveInt, ValidationError
 
 from finetune.distributed.gpu_specs import Gpu
+from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.measure_bandwidth import RINGS, Line
-from finetune.distributed.strategies.find_strategy import strategy_of
-from finetune.distributed.strategies.prediction import Flow
-from finetune.planning.communication_volume import flows_of_layers, flows_of_rows
+from finetune.distributed.strategies.prediction import Flow, elements_of
+from finetune.distributed.strategies.strategy import strategy_of
+from finetune.planning.activation_memory import StepSetting, shape_of
 from finetune.planning.launch_candidates import Candidate
-from finetune.planning.link_speeds import LinkSpeeds
 from finetune.planning.model_shapes import Variant, is_half, part_of
+from finetune.utils.errors import RecipeError
 
 # Tokens a parameter, for the least loss at a given amount of training. Source: Hoffmann et al. 2022, table 3.
 CHINCHILLA = 20.0
+
+
+class _Measured(BaseModel):
+    """The part of the file that a plan reads."""
+
+    format: Literal[1]
+    machines: PositiveInt
+    processes: Annotated[int, Field(gt=1)]
+    collectives: dict[str, Line]
+
+
+@dataclass(frozen=True)
+class LinkSpeeds:
+    """Measured links by the name of the collective; empty where nothing was measured."""
+
+    within: dict[str, Line] = field(default_factory=dict)
+    """Links on one machine."""
+    between: dict[str, Line] = field(default_factory=dict)
+    """Between machines."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +117,34 @@ class Time:
     energy_kwh: float | None
 
 
+def read_links(names: Sequence[str]) -> LinkSpeeds:
+    """Reads files of `finetune comms --json`: of one machine, of several, or one of each.
+
+    Raises:
+        RecipeError: If one is something else, or two are of the same kind.
+    """
+    found: dict[bool, dict[str, Line]] = {}
+    for name in names:
+        problem = f"--links: {name} is not what `finetune comms --json {name}` writes: "
+        try:
+            measured = _Measured.model_validate_json(Path(name).read_bytes())
+        except OSError as error:
+            raise RecipeError(f"--links: cannot read {name}: {error.strerror or error}.") from error
+        except ValidationError as error:
+            first = error.errors()[0]
+            reason = f"{'.'.join(map(str, first['loc'])) or 'it'}: {first['msg']}"
+            raise RecipeError(f"{problem}{reason}. Measure again.") from error
+        # Files of earlier versions lack some; for all-to-all the data sheet's bandwidth is taken then.
+        if missing := RINGS.keys() - {"all_to_all", "reduce", "send"} - measured.collectives.keys():
+            raise RecipeError(f"{problem}it lacks {', '.join(sorted(missing))}. Measure again.")
+        far = measured.machines > 1
+        if far in found:
+            kind = "several machines" if far else "one machine"
+            raise RecipeError(f"--links: {' and '.join(names)} are both of {kind}. Give one of each at most.")
+        found[far] = measured.collectives
+    return LinkSpeeds(found.get(False, {}), found.get(True, {}))
+
+
 def count_work(variant: Variant) -> Work:
     """Counts a variant's arithmetic."""
     recipe = variant.recipe
@@ -113,28 +170,35 @@ def predict_time(candidate: Candidate, variant: Variant, machines: Machines) -> 
     Where each of the ranks that share layers computes the head's product whole, that is counted; norms and routers are
     not.
     """
-    recipe, ranks = variant.recipe, candidate.launch.num_processes
+    recipe, launch, ranks = variant.recipe, candidate.launch, candidate.launch.num_processes
     if not is_half(recipe) or candidate.memory is None:
         return None
     forward = variant.forward_flops
     a_token = variant.flops_per_token + (forward if candidate.setting.checkpointed else 0.0)
-    variant = variant if candidate.launch.tensor == 1 else part_of(variant, candidate.launch.tensor)
-    if not variant.loss_by_head:
-        a_token += (candidate.launch.tensor - 1) * _head_flops(variant)
+    variant = variant if launch.tensor == 1 else part_of(variant, launch.tensor)
+    if not variant.loss_by_head and variant.specs.head:
+        # A head's products forward, and for the gradients of its inputs and, if it is trained, weights.
+        head = [p for p in variant.specs.units[variant.specs.head] if len(p.shape) == 2]
+        a_token += (launch.tensor - 1) * sum(2.0 * p.elements * (2 if p.group is None else 3) for p in head)
     tokens = recipe.batch.global_size * recipe.data.sequence_length
     rate = ranks * machines.gpu.bf16_tflops * 1e12 * machines.utilisation
     compute = tokens * a_token / rate
     backward = compute * (1 - forward / a_token)
     windows = {"all": compute, "backward": backward, "last backward": backward / candidate.accumulation, "none": 0.0}
+    setting, accumulation, specs = candidate.setting, candidate.accumulation, variant.specs
+    flows = strategy_of(launch).predict_flows(launch, specs, accumulation)
+    flows += flows_of_rows(launch, variant, setting, accumulation)
+    flows += flows_of_layers(launch, variant, setting, accumulation)
     moved, exposed = [], 0.0
-    launch, setting, accumulation = candidate.launch, candidate.setting, candidate.accumulation
-    flows = strategy_of(launch).predict_flows(launch, variant.specs, accumulation)
-    for of_split in (flows_of_rows, flows_of_layers):
-        flows += of_split(launch, variant, setting, accumulation)
     for flow in (flow for flow in flows if flow.ranks > 1):
         far = flow.ranks * flow.apart > machines.gpus
-        line = machines.links.line(flow.collective, far=far)
-        seconds = _seconds(flow, machines, line, far=far)
+        line = (machines.links.between if far else machines.links.within).get(flow.collective)
+        if line is not None:
+            seconds = flow.calls * RINGS[flow.collective].hops(flow.ranks) * line.latency_s
+            seconds += flow.nbytes / line.bandwidth
+        else:
+            speed = min(machines.gpu.link_gbs, machines.network_gbs) if far else machines.gpu.link_gbs
+            seconds = flow.nbytes / (speed * 1e9)
         window = windows[flow.window]
         moved.append(Moved(flow, far, seconds, seconds <= window, line is not None))
         exposed += max(0.0, seconds - window)
@@ -153,15 +217,41 @@ def predict_time(candidate: Candidate, variant: Variant, machines: Machines) -> 
     )
 
 
-def _head_flops(variant: Variant) -> float:
-    """Counts a head's, a token: forward, and the gradients of its inputs and, if it is trained, weights."""
-    head = variant.specs.units[variant.specs.head] if variant.specs.head else []
-    return sum(2.0 * p.elements * (2 if p.group is None else 3) for p in head if len(p.shape) == 2)
+def flows_of_rows(launch: Launch, variant: Variant, setting: StepSetting, accumulation: int) -> list[Flow]:
+    """Returns what the ranks that share rows exchange around attention; a step waits for all of it.
+
+    Queries, keys, values and what comes out, each there and back; where layers are recomputed, there once more. Keys
+    and values have as many heads as there are ranks, at least.
+    """
+    parts, shape = launch.sequence, shape_of(variant)
+    if parts == 1 or shape is None:
+        return []
+    heads = 2 * (shape.a + math.lcm(shape.k, parts))
+    tokens = setting.micro * variant.recipe.data.sequence_length // parts
+    times = (3 if setting.checkpointed else 2) * accumulation * shape.layers
+    moved = times * tokens * heads * shape.d * (2 if is_half(variant.recipe) else 4) * (parts - 1) // parts
+    return [Flow("all_to_all", "parts of rows", moved, parts, "none", 4 * times, apart=launch.tensor)]
 
 
-def _seconds(flow: Flow, machines: Machines, line: Line | None, *, far: bool) -> float:
-    """Predicts a flow's, by measured links with their latency, else by the data sheet's bandwidth alone."""
-    if line is not None:
-        return flow.calls * RINGS[flow.collective].hops(flow.ranks) * line.latency_s + flow.nbytes / line.bandwidth
-    speed = min(machines.gpu.link_gbs, machines.network_gbs) if far else machines.gpu.link_gbs
-    return flow.nbytes / (speed * 1e9)
+def flows_of_layers(launch: Launch, variant: Variant, setting: StepSetting, accumulation: int) -> list[Flow]:
+    """Returns what the ranks that share layers sum, in fp32; a step waits for all of it.
+
+    Outputs of attention and MLP, and gradients of their inputs; where layers are recomputed, attention's outputs once
+    more (recomputing ends before an MLP's are summed). Where the head computes the loss, gradients of what it is given,
+    of which each rank finds those of its tokens. At the end, gradients of what each rank has all of, but uses in a part
+    of the layer, or for some tokens.
+    """
+    parts, shape = launch.tensor, shape_of(variant)
+    if parts == 1 or shape is None:
+        return []
+    ring = 2 * (parts - 1) / parts
+    tokens = setting.micro * variant.recipe.data.sequence_length // launch.sequence
+    calls = (5 if setting.checkpointed else 4) * accumulation * shape.layers
+    found = [Flow("all_reduce", "parts of layers", round(ring * calls * 4 * tokens * shape.h), parts, "none", calls)]
+    if variant.loss_by_head:
+        joined = round(ring / 2 * accumulation * 4 * tokens * shape.h)
+        found.append(Flow("all_gather", "gradients of tokens", joined, parts, "none", accumulation))
+    if partial := 4 * elements_of(p for p in variant.specs.trained if p.partial):
+        held = partial / (launch.averaged_ranks if launch.sharded else 1)
+        found.append(Flow("all_reduce", "gradients of parts", round(ring * held), parts, "none", 1))
+    return found

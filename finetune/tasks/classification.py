@@ -11,8 +11,7 @@ from finetune.config.recipe_schema import Recipe
 from finetune.models.heads import Head
 from finetune.models.model_config import resolve_model_config
 from finetune.tasks.task import Batch, TaskData
-from finetune.tasks.task_data import build_task_data
-from finetune.tasks.task_networks import transformers_task
+from finetune.tasks.task_parts import build_task_data, transformers_task
 from finetune.utils.errors import RecipeError
 
 NAME = "sequence_classification"
@@ -33,14 +32,14 @@ def _num_labels(recipe: Recipe, ready: TaskData | None) -> int:
 
 
 def _build_config(recipe: Recipe, ready: TaskData | None) -> PretrainedConfig:
-    tokenizer = ready.tokenizer if ready else None
+    tokenizer, num_labels = ready.tokenizer if ready else None, _num_labels(recipe, ready)
     config = resolve_model_config(
         recipe,
         HEAD,
         tokenizer=tokenizer,
         vocab_size=recipe.tokenizer.vocab_size,
-        num_labels=_num_labels(recipe, ready),
-        label_names=ready.label_names if ready and len(ready.label_names) == _num_labels(recipe, ready) else (),
+        num_labels=num_labels,
+        label_names=ready.label_names if ready and len(ready.label_names) == num_labels else (),
     )
     if tokenizer is not None and tokenizer.pad_token_id is not None:
         # Decoders classify at the last token that does not fill the row, whatever a model's config says.

@@ -5,7 +5,6 @@ import string
 import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -49,16 +48,14 @@ def build_metrics(recipe: Recipe, task: Task, data: TaskData, prompts: Sequence[
     Raises:
         RecipeError: If a metric fails, or `checkpoint.keep_best_by` names nothing that evaluations have.
     """
-    check_metrics(recipe.eval.metrics)
     metrics = find_metrics(recipe.eval.metrics)
     best_by = recipe.checkpoint.keep_best_by
     # Their library takes seconds to load, and they do not fail.
     rouge = [name for name in metrics if name in _ROUGE]
     tried = {name: metric for name, metric in metrics.items() if name not in rouge}
-    known = []
-    if data.validation is not None:
-        known = ["loss", *(["perplexity"] if task.text else []), *(["accuracy"] if task.loss_and_correct else [])]
-        known += ["recall_macro"] if task.labelled and task.loss_and_correct else []
+    hits = task.loss_and_correct is not None
+    figures = {"loss": True, "perplexity": task.text, "accuracy": hits, "recall_macro": hits and task.labelled}
+    known = [name for name, reported in figures.items() if reported and data.validation is not None]
     if metrics and task.text:
         if not prompts:
             raise RecipeError("eval.metrics: name a source in `eval.prompts`, for which texts are generated.")
@@ -81,33 +78,25 @@ def build_metrics(recipe: Recipe, task: Task, data: TaskData, prompts: Sequence[
     return metrics
 
 
-@dataclass(frozen=True)
-class ClassCounts:
-    """Counts by class: of its rows, of rows that were taken for it, and of those in both."""
+def count_classes(classes: torch.Tensor, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Counts, by class, its rows and those that were taken for it, with the share of its rows that was recognised.
 
-    rows: tuple[int, ...]
-    predicted: tuple[int, ...]
-    hits: tuple[int, ...]
+    Args:
+        classes: (2, rows): predicted and true class of each.
+    """
+    predicted, true = classes.cpu()
+    parts = (true, predicted, true[predicted == true])
+    counts = [torch.bincount(part, minlength=len(names)).tolist() for part in parts]
+    return {
+        name: {"rows": rows, "predicted": taken, "recall": hits / rows if rows else None}
+        for name, rows, taken, hits in zip(names, *counts, strict=True)
+    }
 
-    @staticmethod
-    def of(classes: torch.Tensor, count: int) -> "ClassCounts":
-        """Counts predicted and true classes, (2, rows), of `count` classes."""
-        predicted, true = classes.cpu()
-        found = (torch.bincount(part, minlength=count).tolist() for part in (true, predicted, true[predicted == true]))
-        return ClassCounts(*map(tuple, found))
 
-    @property
-    def recall_macro(self) -> float:
-        """The mean, over the classes that have rows, of the share of a class's rows that was recognised."""
-        recalls = [hits / rows for hits, rows in zip(self.hits, self.rows, strict=True) if rows]
-        return sum(recalls) / max(1, len(recalls))
-
-    def by_name(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """For `run.json`."""
-        return {
-            name: {"rows": rows, "predicted": predicted, "recall": hits / rows if rows else None}
-            for name, rows, predicted, hits in zip(names, self.rows, self.predicted, self.hits, strict=True)
-        }
+def recall_macro(counts: Mapping[str, Mapping[str, Any]]) -> float:
+    """Returns the mean recall of the classes that have rows; see `count_classes`."""
+    recalls = [found["recall"] for found in counts.values() if found["rows"]]
+    return float(sum(recalls) / max(1, len(recalls)))
 
 
 def find_metrics(names: Sequence[str]) -> dict[str, Metric]:
@@ -136,28 +125,26 @@ def score_predictions(
     """
     found: dict[str, float] = {}
     for name, metric in metrics.items():
-        for key, value in _computed(name, metric, predictions, references).items():
+        try:
+            wanted: Any = [one if isinstance(one, str) else list(one) for one in references]
+            value = metric(list(predictions), wanted)
+            named = value if isinstance(value, Mapping) else {re.split(r"[:.]", name)[-1]: value}
+            values = {str(key): float(number) for key, number in named.items()}
+        except Exception as error:  # whatever a user's function does
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            raise RecipeError(
+                f"eval.metrics: '{name}' ends in {type(error).__name__}: {' '.join(str(error).split())[:300]} "
+                f"({Path(place.filename).name}, line {place.lineno}). It is called with lists of predictions and of "
+                "references, and returns a number, or a dict of numbers."
+            ) from error
+        for key in values:
             if not _NAME.fullmatch(key) or key in (*found, *_TAKEN):
                 raise RecipeError(
                     f"eval.metrics: '{name}' calls a metric '{key}'. A name has at most 64 letters, digits, `_` and "
                     f"`-`, and is there once; {', '.join(_TAKEN)} are taken. Return a dict with other keys."
                 )
-            found[key] = value
+        found |= values
     return found
-
-
-def _computed(name: str, metric: Metric, predictions: Any, references: Any) -> dict[str, float]:
-    try:
-        found = metric(list(predictions), [one if isinstance(one, str) else list(one) for one in references])
-        named = found if isinstance(found, Mapping) else {re.split(r"[:.]", name)[-1]: found}
-        return {str(key): float(value) for key, value in named.items()}
-    except Exception as error:  # whatever a user's function does
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        raise RecipeError(
-            f"eval.metrics: '{name}' ends in {type(error).__name__}: {' '.join(str(error).split())[:300]} "
-            f"({Path(place.filename).name}, line {place.lineno}). It is called with lists of predictions and of "
-            "references, and returns a number, or a dict of numbers."
-        ) from error
 
 
 def _words(text: str) -> list[str]:

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from finetune.config.recipe_schema import Recipe, Source
-from finetune.data.chat.chat_templates import find_template
-from finetune.data.chat.written_parts import write_conversation
+from finetune.data.chat.chat_templates import find_template, write_conversation
 from finetune.data.sources.conversation_formats import (
     Conversation,
     InvalidConversation,
@@ -19,7 +18,7 @@ from finetune.data.sources.conversation_formats import (
     without_nulls,
 )
 from finetune.data.sources.corpus import open_source
-from finetune.data.synthetic import conversation_generator, story_generator
+from finetune.data.synthetic import story_generator
 from finetune.models import prompts
 from finetune.utils.errors import DataError
 
@@ -44,16 +43,12 @@ class _PromptForm(RecordForm):
     chat: bool = False
 
     def read(self, record: Any, where: str) -> str:
-        """A record as JSON: `messages`, `tools` and `variables`, or `prompt`; and `references`.
-
-        Raises:
-            DataError: If there is no prompt, or no reference.
-        """
+        """Returns a record as JSON: `messages`, `tools` and `variables`, or `prompt`; and `references`."""
         record = without_nulls(record, where)
         given = {
-            key: find_value(record, self.fields.get(key, key))
+            key: value
             for key in ("prompt", "references", "reference")
-            if isinstance(find_value(record, self.fields.get(key, key)), str | list)
+            if isinstance(value := find_value(record, self.fields.get(key, key)), str | list)
         }
         if "prompt" in given and len(given) > 1:
             return self._pair_of(record, given, where)
@@ -143,21 +138,19 @@ def _records(recipe: Recipe, source: Source) -> Iterator[tuple[dict[str, Any], s
         tolerance=Tolerance(lenient=False),
         chat=chat is not None,
     )
-    if source.sample is not None:
-        for number, made in enumerate(_sample(source.sample, chat=chat is not None), start=1):
-            where = f"the built-in sample, prompt {number}"
-            yield json.loads(form.read(made, where)), where
+    if source.sample is None:
+        for document in open_source(source, labelled=False, form=form).documents():
+            yield json.loads(document.text), document.where
         return
-    for document in open_source(source, labelled=False, form=form).documents():
-        yield json.loads(document.text), document.where
-
-
-def _sample(count: int, *, chat: bool) -> Iterator[dict[str, Any]]:
-    """Conversations; or the first two sentences of stories, with what follows."""
-    if chat:
-        for talk in conversation_generator.conversations(count, _SEED):
-            yield {"messages": list(talk.messages)}
-        return
-    for story in story_generator.stories(count, _SEED):
-        first, second, rest = re.split(r"(?<=[.!?])\s+", story.text, maxsplit=2)
-        yield {"prompt": f"{first} {second}", "reference": rest}
+    made: Iterator[dict[str, Any]]
+    if chat is not None:
+        talks = story_generator.conversations(source.sample, _SEED)
+        made = ({"messages": list(talk.messages)} for talk in talks)
+    else:
+        # The first two sentences of stories, with what follows.
+        stories = story_generator.stories(source.sample, _SEED)
+        parts = (re.split(r"(?<=[.!?])\s+", story.text, maxsplit=2) for story in stories)
+        made = ({"prompt": f"{first} {second}", "reference": rest} for first, second, rest in parts)
+    for number, record in enumerate(made, start=1):
+        where = f"the built-in sample, prompt {number}"
+        yield json.loads(form.read(record, where)), where

@@ -36,7 +36,7 @@ def find_task(recipe: Recipe) -> Task:
     if problems:
         raise RecipeError.of("The recipe", problems)
     if task.head is None and recipe.lora is not None:
-        from finetune.tasks.task_networks import adapted_task
+        from finetune.tasks.task_parts import adapted_task
 
         task = adapted_task(task)
     if recipe.task.loss is None:
@@ -72,10 +72,7 @@ def named_task(recipe: Recipe) -> Task:
         RecipeError: If there is none, or it is not a `Task`.
     """
     name = recipe.task.name
-    if name in BUILT_IN:
-        task: Task = import_object(BUILT_IN[name].place, "task.name")
-        return task
-    found = import_object(name, "task.name")
+    found = import_object(BUILT_IN[name].place if name in BUILT_IN else name, "task.name")
     if not isinstance(found, Task) and callable(found):
         try:
             found = found(**recipe.task.args)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 from pydantic import TypeAdapter
 
 from finetune.checkpoint.run_history import RunHistory, Sample, SavedCheckpoint, Series, Status, read_run
-from finetune.config import recipe_paths
+from finetune.config import path_kinds
 from finetune.config.recipe import apply_override, dump_recipe, read_recipe, validate_recipe, write_out
 from finetune.config.recipe_schema import DataSection, Recipe, Section
 from finetune.tasks.task_lookup import BUILT_IN
@@ -67,8 +67,9 @@ class Objects(TypedDict, total=False):
     """Functions or callable objects, beside what `eval.metrics` names."""
 
 
-# The recipe's key that names each object.
-_KEYS = {"task": "task.name", "loss": "task.loss", "optimizer": "optim.name"}
+# The recipe's keys for objects that it names, and for records, which are written into files that it names.
+_NAMED = {"task": "task.name", "loss": "task.loss", "optimizer": "optim.name"}
+_WRITTEN = {"train_data": "data.train", "validation_data": "data.validation", "prompts": "eval.prompts"}
 
 
 def load_recipe(source: Source = "", *overrides: str, **sections: Section | Mapping[str, Any] | Any) -> Recipe:
@@ -147,12 +148,11 @@ def start(recipe: Source, *overrides: str, quiet: bool = False, **objects: Unpac
     from finetune.distributed.backend import Backend
     from finetune.training.build_run import build_run
     from finetune.utils.library_imports import silence_libraries
-    from finetune.utils.output_streams import outlive_readers
 
     silence_libraries()
-    outlive_readers()
+    signals.outlive_readers()
     with _with_objects(recipe, overrides, objects) as (named, _):
-        recipe_paths.check_paths(named)
+        path_kinds.check_paths(named)
         try:
             return Training(build_run(named, quiet=quiet))
         except BaseException:
@@ -302,26 +302,19 @@ def _with_objects(
     if unknown:
         raise TypeError(f"unknown: {', '.join(unknown)}; allowed: {', '.join(Objects.__annotations__)}")
     tree, origin = _tree_of(source, overrides, {})
-    own = {
-        f"metrics.{number}:{getattr(metric, '__name__', type(metric).__name__)}": metric
-        for number, metric in enumerate(objects.get("metrics", ()))
-    }
-    with handed_over({purpose: thing for purpose, thing in objects.items() if purpose in _KEYS} | own) as names:
-        for purpose in names.keys() - own.keys():
-            apply_override(tree, f"{_KEYS[purpose]}={json.dumps(names[purpose])}")
+    given: dict[str, Any] = {purpose: thing for purpose, thing in objects.items() if thing is not None}
+    own = {f"metrics.{n}:{getattr(m, '__name__', type(m).__name__)}": m for n, m in enumerate(given.get("metrics", ()))}
+    cache = Path((tree.get("data") or {}).get("cache_dir") or DataSection().cache_dir)
+    with handed_over({purpose: given[purpose] for purpose in _NAMED if purpose in given} | own) as names:
+        values: dict[str, Any] = {key: names[purpose] for purpose, key in _NAMED.items() if purpose in given}
         if own:
-            named = (tree.get("eval") or {}).get("metrics") or []
-            apply_override(
-                tree, f"eval.metrics={json.dumps(list(dict.fromkeys([*named, *map(names.__getitem__, own)])))}"
-            )
-        cache = Path((tree.get("data") or {}).get("cache_dir") or DataSection().cache_dir)
-        for key, given in (
-            ("data.train", objects.get("train_data")),
-            ("data.validation", objects.get("validation_data")),
-            ("eval.prompts", objects.get("prompts")),
-        ):
-            if given is not None:
-                apply_override(tree, f"{key}={json.dumps([{'path': str(_write_records(given, cache))}])}")
+            listed = (tree.get("eval") or {}).get("metrics") or []
+            values["eval.metrics"] = list(dict.fromkeys([*listed, *map(names.__getitem__, own)]))
+        for purpose, key in _WRITTEN.items():
+            if purpose in given:
+                values[key] = [{"path": str(_write_records(given[purpose], cache))}]
+        for key, value in values.items():
+            apply_override(tree, f"{key}={json.dumps(value)}")
         yield validate_recipe(tree, origin, BUILT_IN), names
 
 
@@ -330,11 +323,10 @@ def _write_records(given: Records | Callable[[], Records], cache: Path) -> Path:
     folder = cache / "records"
     folder.mkdir(parents=True, exist_ok=True)
     content = hashlib.sha256()
-    records = given() if callable(given) else given
-    with tempfile.NamedTemporaryFile("wb", dir=folder, suffix=".part", delete=False) as file:
-        part = Path(file.name)
-        try:
-            for number, record in enumerate(records, start=1):
+    with tempfile.TemporaryDirectory(dir=folder) as unfinished:
+        part = Path(unfinished, "records")
+        with part.open("wb") as file:
+            for number, record in enumerate(given() if callable(given) else given, start=1):
                 try:
                     text = json.dumps({"text": record} if isinstance(record, str) else dict(record), ensure_ascii=False)
                 except (TypeError, ValueError) as error:
@@ -345,10 +337,7 @@ def _write_records(given: Records | Callable[[], Records], cache: Path) -> Path:
                 line = text.encode() + b"\n"
                 content.update(line)
                 file.write(line)
-        except BaseException:
-            part.unlink()
-            raise
-    return part.replace(folder / f"{content.hexdigest()[:32]}.jsonl")
+        return part.replace(folder / f"{content.hexdigest()[:32]}.jsonl")
 
 
 @dataclass(frozen=True)
@@ -385,8 +374,7 @@ class Run:
     @property
     def results(self) -> dict[str, Any]:
         """The final figures; empty until the run ends."""
-        found: dict[str, Any] = self.history.facts.get("results", {})
-        return found
+        return dict(self.history.facts.get("results", {}))
 
     @property
     def metrics(self) -> dict[str, Series]:

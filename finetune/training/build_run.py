@@ -1,6 +1,7 @@
 """Builds a `BuiltRun` from a recipe and a launch, by steps that each take what earlier ones returned."""
 
 import os
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -10,20 +11,20 @@ import torch
 from torch import nn
 
 from finetune.checkpoint import integrity, resume_point
-from finetune.checkpoint.checkpoint_manager import CheckpointManager
 from finetune.checkpoint.resume_point import ResumePoint
 from finetune.checkpoint.run_directory import RunDirectory
 from finetune.checkpoint.run_fingerprint import MICRO_SIZE, base_of, depends_on_micro_size, identity_of
+from finetune.checkpoint.save_checkpoint import CheckpointManager
+from finetune.checkpoint.snapshot import Snapshot
 from finetune.config.recipe_schema import Recipe
 from finetune.data.rows.feed import TokenFileFeed
 from finetune.data.rows.row_order import RowOrder
-from finetune.distributed import rendezvous_store
+from finetune.distributed import device_selection, rendezvous_store
 from finetune.distributed.backend import Backend
-from finetune.distributed.device_selection import slow_precision
 from finetune.distributed.held_memory import Memory
 from finetune.distributed.launch.launch_config import Launch, ResolvedConfig, read_launch
 from finetune.distributed.resolve_config import resolve_config
-from finetune.distributed.split_parameters import UNSPLIT, Splits
+from finetune.distributed.split_parameters import UNSPLIT
 from finetune.distributed.strategies import sequence
 from finetune.distributed.verify_launch import RuntimeReport
 from finetune.export import save_model
@@ -35,7 +36,7 @@ from finetune.models import (
     quantization,
     split_layers,
 )
-from finetune.models.build_network import init_weights, set_stop_tokens
+from finetune.models.build_network import check_pretrained, init_weights, set_stop_tokens
 from finetune.models.forward_wrapper import ForwardWrapper, unwrap
 from finetune.models.pretrained_files import Weights
 from finetune.monitoring.flops import flops_per_target
@@ -44,23 +45,23 @@ from finetune.monitoring.nonfinite import NonFiniteGuard
 from finetune.monitoring.shutdown import ShutdownHandler
 from finetune.monitoring.trackers import Trackers
 from finetune.optim import optimizers
+from finetune.planning.planner import candidates_of
 from finetune.tasks.metrics import Metric, build_metrics
 from finetune.tasks.prompt_set import Prompt, read_prompts
 from finetune.tasks.task import Task, TaskData
 from finetune.tasks.task_lookup import find_task
-from finetune.tasks.task_networks import check_task_weights
-from finetune.tasks.training_length import Length, measure_length
-from finetune.training import micro_batch_search, preflight, sampling
-from finetune.training.gradient_sums import GradientSums, choose_gradient_sums
+from finetune.tasks.task_parts import without_validation
+from finetune.training import micro_batch_search, preflight
+from finetune.training.dry_run import check_recipe
+from finetune.training.evaluate_run import sample_prompt
 from finetune.training.micro_batch_search import MicroBatchChoice
 from finetune.training.profiler import Profiler
-from finetune.training.recipe_checks import check_recipe
-from finetune.training.run import BuiltRun, TrainState
-from finetune.training.startup_summary import startup_summary
+from finetune.training.run import BuiltRun, Length, TrainState, measure_length
+from finetune.utils.compat import torch_private
 from finetune.utils.compat.accelerate_private import unsplit_classes
 from finetune.utils.compat.library_versions import untested_versions
 
-# How long ranks wait for rank 0 to read the base's files.
+# How long ranks wait for rank 0 to read the base's files or to count the network, and for those that start later.
 _PATIENCE = timedelta(hours=2)
 
 
@@ -84,6 +85,19 @@ class Inputs:
 
 
 @dataclass(frozen=True)
+class GradientSums:
+    """When gradients of a step's micro-batches are summed over ranks."""
+
+    each: bool
+    """After each of them, with which a rank holds its shards alone; else after the last."""
+    needed: int | None
+    """Bytes that a rank would need to hold them whole, as a plan forecasts them; None if the launch decides, or if
+    the network cannot be counted."""
+    room: int
+    """Bytes that a rank can have."""
+
+
+@dataclass(frozen=True)
 class RunPlan:
     """Inputs, recipe and launch, with everything settled that the latter leave open."""
 
@@ -96,32 +110,19 @@ class RunPlan:
 
 
 @dataclass(frozen=True)
-class BuiltNetwork:
-    """The network, and what is read off it before a backend wraps it."""
-
-    wrapper: ForwardWrapper
-    splits: Splits
-    whole_loss: float | None
-    """The loss of one row before layers were split; None if they are whole."""
-    mixes_rows: bool
-    """True if results depend on which rows share a forward pass: it has dropout or batch norms."""
-    flops_per_target: float
-    products: dict[str, str]
-    """Kernels of matrix products, by name."""
-    infinite: frozenset[str]
-    """Buffers that hold infinities as the network was built, such as causal masks; any other is a fault."""
-
-
-@dataclass(frozen=True)
-class PreparedModel:
+class BuiltModel:
     """The network and its optimiser as the backend holds them, verified."""
 
-    network: BuiltNetwork
     model: nn.Module
     optimizer: Any
     runtime: RuntimeReport
     kernels: dict[str, str]
     memory: Memory
+    mixes_rows: bool
+    """True if results depend on which rows share a forward pass: it has dropout or batch norms."""
+    flops_per_target: float
+    infinite: frozenset[str]
+    """Buffers that hold infinities as the network was built, such as causal masks; any other is a fault."""
 
 
 def build_run(recipe: Recipe, *, quiet: bool = False) -> BuiltRun:
@@ -137,19 +138,18 @@ def build_run(recipe: Recipe, *, quiet: bool = False) -> BuiltRun:
     inputs = _read_inputs(recipe, quiet)
     plan = _settle_plan(recipe, launch, inputs, quiet)
     backend = Backend.start(plan.recipe, plan.launch, plan.config, quiet=quiet)
-    network = _load_network(plan, backend)
-    prepared = _prepare_model(plan, backend, network)
-    identity = {**inputs.identity, MICRO_SIZE: plan.recipe.batch.rows} if network.mixes_rows else inputs.identity
+    built = _build_model(plan, backend)
+    network = unwrap(built.model)
+    identity = {**inputs.identity, MICRO_SIZE: plan.recipe.batch.rows} if built.mixes_rows else inputs.identity
     directory, last = inputs.directory, inputs.length.num_steps
     resume = resume_point.choose_resume_point(plan.recipe, directory, backend, identity, num_steps=last)
     profiler = None
     if recipe.log.profile is not None and not resume.finished:
         folder = directory.path / "profile"
         profiler = Profiler(folder, backend.rank, first=resume.step, steps=recipe.log.profile, last=last)
-    resume.restore(backend, unwrap(prepared.model), prepared.optimizer)
-    if not resume.finished:
-        _write_start(plan, backend, prepared, identity, resume)
-    reporter = _open_reporter(plan, backend, prepared, resume, quiet)
+    resume.restore(backend, network, built.optimizer)
+    reporter = _open_run(plan, backend, built, identity, resume, quiet)
+    adapter_keys = lora_adapters.adapter_keys(network) if recipe.lora is not None else None
     return BuiltRun(
         recipe=plan.recipe,
         backend=backend,
@@ -158,8 +158,8 @@ def build_run(recipe: Recipe, *, quiet: bool = False) -> BuiltRun:
         length=inputs.length,
         prompts=inputs.prompts,
         metrics=inputs.metrics,
-        model=prepared.model,
-        optimizer=prepared.optimizer,
+        model=built.model,
+        optimizer=built.optimizer,
         feed=TokenFileFeed(
             inputs.data.train,
             inputs.order,
@@ -180,18 +180,17 @@ def build_run(recipe: Recipe, *, quiet: bool = False) -> BuiltRun:
             backend,
             directory,
             reporter,
+            Snapshot(backend, adapter_keys, built.infinite),
+            lambda folder: save_model.describe_model(network, inputs.data.tokenizer, folder),
             step=resume.step,
-            adapter_keys=lora_adapters.adapter_keys(unwrap(prepared.model)) if recipe.lora is not None else None,
-            describe=lambda folder: save_model.describe_model(unwrap(prepared.model), inputs.data.tokenizer, folder),
-            infinite=network.infinite,
         ),
         results=resume.results,
         shutdown=ShutdownHandler(recipe.guard.grace_s, partial(integrity.newest_address, directory.checkpoints)),
         nonfinite=NonFiniteGuard(backend, recipe.guard.max_skipped_steps, resume.state.get("skipped")),
         timer=PhaseTimer(backend.device, *([profiler.mark] if profiler is not None else [])),
         profiler=profiler,
-        flops_per_target=network.flops_per_target,
-        weight_bytes=prepared.memory.frozen + prepared.memory.trained,
+        flops_per_target=built.flops_per_target,
+        weight_bytes=built.memory.frozen + built.memory.trained,
     )
 
 
@@ -206,13 +205,15 @@ def _read_inputs(recipe: Recipe, quiet: bool) -> Inputs:
     data = task.build_data(recipe, quiet)
     if recipe.sample is not None and task.text:
         # Refused before the first step, not after the last.
-        sampling.prompt_tokens(recipe.sample, recipe.chat, data.tokenizer)
+        sample_prompt(recipe.sample, recipe.chat, data.tokenizer)
     prompts = read_prompts(recipe, data.tokenizer)
     metrics = build_metrics(recipe, task, data, prompts)
     num_rows = None if data.train is None else len(data.train)
     length = measure_length(recipe.length, recipe.batch.global_size, recipe.data, num_rows)
     order = RowOrder(recipe.seed, num_rows or 0, length.epoch_rows, recipe.batch.global_size, data.digest)
-    weights = check_task_weights(task, recipe, data)
+    weights = None
+    if task.head is not None and task.build_config is not None:
+        weights = check_pretrained(recipe, task.build_config(recipe, data), task.head)
     # Rank 0 alone reads the base's files, which may be many gigabytes.
     base = rendezvous_store.from_main(partial(base_of, recipe), _PATIENCE) if recipe.model.name is not None else None
     identity = identity_of(recipe, order, base)
@@ -230,18 +231,45 @@ def _settle_plan(recipe: Recipe, launch: Launch, inputs: Inputs, quiet: bool) ->
     return RunPlan(inputs, micro.recipe, settled, config, micro, sums)
 
 
-def _load_network(plan: RunPlan, backend: Backend) -> BuiltNetwork:
-    """Builds the network with its weights, and leaves this rank its part of what is split."""
-    recipe, inputs = plan.recipe, plan.inputs
-    if inputs.weights is not None:
-        _check_values(inputs.weights, backend)
+def choose_gradient_sums(recipe: Recipe, launch: Launch, accumulation: int) -> GradientSums | None:
+    """Chooses the same on every rank, before these form a process group; None where there is nothing to choose.
+
+    What decides is the same at every start on a machine, so that a run that resumes takes the same path to the bit.
+    """
+    if not launch.defers(accumulation):
+        chosen = launch.sync_each_batch if accumulation > 1 else None
+        return None if chosen is None else GradientSums(chosen, None, 0)
+    room = min(rendezvous_store.gather_notes(device_selection.total_memory(), _PATIENCE))
+
+    def forecast() -> tuple[bool, int | None]:
+        # Whole gradients send less, so they are held where they fit.
+        if not torch_private.reduces_unused_gradients():
+            return False, None
+        candidate_of = candidates_of(recipe, replace(launch, sync_each_batch=False), room)
+        whole = candidate_of(recipe.batch.rows) if candidate_of is not None else None
+        if whole is None or whole.memory is None:
+            return True, None
+        return whole.verdict != "fits", whole.needed
+
+    each, needed = rendezvous_store.from_main(forecast, _PATIENCE)
+    return GradientSums(each, needed, room)
+
+
+def _build_model(plan: RunPlan, backend: Backend) -> BuiltModel:
+    """Builds the network with its weights and the optimiser, hands both to the backend, and verifies what it made."""
+    recipe, task, data, weights = plan.recipe, plan.inputs.task, plan.inputs.data, plan.inputs.weights
+    if weights is not None:
+        # Each rank looks at its share of them, and all refuse alike what is not finite.
+        found = weights.first_not_finite(backend.rank, backend.world_size)
+        position = torch.tensor([-1.0 if found is None else found], dtype=torch.float64, device=backend.device)
+        if (worst := int(backend.all_reduce_max(position).item())) >= 0:
+            weights.refuse(worst)
     # Sharded as it loads only what stays as it is loaded; quantized weights are quantized whole.
-    head = inputs.task.head
-    whole = head is None or not head.next_token or recipe.model.quantization is not None
+    whole = task.head is None or not task.head.next_token or recipe.model.quantization is not None
     with backend.loading(pretrained=recipe.model.name is not None and not whole):
-        network = init_weights(inputs.task.build_model(recipe, inputs.data), recipe.seed)
+        network = init_weights(task.build_model(recipe, data), recipe.seed)
         products = float8.describe_products(network, recipe.model.fp8)
-        set_stop_tokens(network, inputs.data.tokenizer, inputs.data.ends)
+        set_stop_tokens(network, data.tokenizer, data.ends)
         flops = flops_per_target(network, recipe.data.sequence_length)
         quantization.compute_in(network, backend.dtype)
         if backend.strategy.casts_weights(backend):
@@ -254,80 +282,92 @@ def _load_network(plan: RunPlan, backend: Backend) -> BuiltNetwork:
         wrapper.keeping = partial(activation_checkpointing.offload_activations, backend.device)
     splits, whole_loss = UNSPLIT, None
     if (group := backend.mesh.group("tp")) is not None:
-        loss = preflight.loss_of_row(backend, wrapper, inputs.task, inputs.data, torch.device("cpu"))
-        splits, whole_loss = split_layers.split(network, group), loss.item()
+        whole_loss = preflight.loss_of_row(backend, wrapper, task, data, torch.device("cpu")).item()
+        splits = split_layers.split(network, group)
     sequence.install(wrapper, backend.mesh.group("sp"))
-    return BuiltNetwork(wrapper, splits, whole_loss, mixes_rows, flops, products, infinite)
 
-
-def _check_values(weights: Weights, backend: Backend) -> None:
-    """Refuses weights that are not finite, on every rank alike; each looks at its share of them."""
-    found = weights.first_not_finite(backend.rank, backend.world_size)
-    position = -1.0 if found is None else float(found)
-    worst = int(backend.all_reduce_max(torch.tensor([position], dtype=torch.float64, device=backend.device)).item())
-    if worst >= 0:
-        weights.refuse(worst)
-
-
-def _prepare_model(plan: RunPlan, backend: Backend, network: BuiltNetwork) -> PreparedModel:
-    """Hands network and optimiser to the backend, and verifies what it makes of them by a few forward passes."""
-    recipe, task, data = plan.recipe, plan.inputs.task, plan.inputs.data
-    built = optimizers.build_optimizer(network.wrapper, recipe, whole=not plan.launch.cuts_state)
-    model, optimizer = backend.prepare(network.wrapper, built, network.splits)
+    optimizer = optimizers.build_optimizer(wrapper, recipe, whole=not plan.launch.cuts_state)
+    model, optimizer = backend.prepare(wrapper, optimizer, splits)
     runtime = backend.verify(lambda: preflight.loss_of_row(backend, model, task, data))
-    if network.whole_loss is not None:
-        preflight.check_layers(backend, model, task, data, network.whole_loss)
-    kernels = {**(preflight.kernels(backend, model, recipe) if task.text else {}), **network.products}
+    if whole_loss is not None:
+        preflight.check_layers(backend, model, task, data, whole_loss)
+    kernels = {**(preflight.verify_kernels(backend, model, recipe) if task.text else {}), **products}
     if recipe.model.compile:
         # After the forward passes that verify things, whose other shapes and hooks would be compiled as well.
-        activation_checkpointing.compile_layers(unwrap(model), set(unsplit_classes(network.wrapper)))
+        activation_checkpointing.compile_layers(unwrap(model), set(unsplit_classes(wrapper)))
     memory = backend.memory(model, optimizers.state_bytes(recipe.optim))
-    return PreparedModel(network, model, optimizer, runtime, kernels, memory)
+    return BuiltModel(model, optimizer, runtime, kernels, memory, mixes_rows, flops, infinite)
 
 
-def _write_start(
-    plan: RunPlan, backend: Backend, prepared: PreparedModel, identity: dict[str, Any], resume: ResumePoint
-) -> None:
-    """Writes into the run directory what starts."""
-    inputs = plan.inputs
-    facts = {
-        **_launch_facts(backend, prepared.runtime),
-        "kernels": prepared.kernels or None,
-        "memory": asdict(prepared.memory),
-        "length": asdict(inputs.length),
-        "micro_size": plan.micro_size.facts or plan.recipe.batch.rows,
-        "gradients": asdict(plan.gradients) if plan.gradients is not None else None,
-        "identity": identity,
-        "base": inputs.base,
-        "data": {"digest": inputs.data.digest, **inputs.data.report},
-    }
-    begin = {"from_step": resume.step, "resumed_from": resume.source, "data_ranks": plan.launch.data_ranks}
-    inputs.directory.create(backend, plan.recipe, facts, begin=begin)
-
-
-def _launch_facts(backend: Backend, runtime: RuntimeReport) -> dict[str, Any]:
-    return {**backend.facts(), "precision": backend.precision, "runs": runtime.to_dict()}
-
-
-def _open_reporter(
-    plan: RunPlan, backend: Backend, prepared: PreparedModel, resume: ResumePoint, quiet: bool
+def _open_run(
+    plan: RunPlan, backend: Backend, built: BuiltModel, identity: dict[str, Any], resume: ResumePoint, quiet: bool
 ) -> Reporter:
-    """Makes the reporter, and says what starts."""
-    recipe, inputs, folder = plan.recipe, plan.inputs, plan.inputs.directory.path
-    told = {"recipe": recipe.model_dump(mode="json"), "launch": _launch_facts(backend, prepared.runtime)}
-    trackers = Trackers(recipe.log.trackers, folder, told)
+    """Writes into the run directory what starts, and says it by the reporter that it returns."""
+    recipe, inputs, data = plan.recipe, plan.inputs, plan.inputs.data
+    launch = {**backend.facts(), "precision": backend.precision, "runs": built.runtime.to_dict()}
+    if not resume.finished:
+        facts = {
+            **launch,
+            "kernels": built.kernels or None,
+            "memory": asdict(built.memory),
+            "length": asdict(inputs.length),
+            "micro_size": plan.micro_size.facts or recipe.batch.rows,
+            "gradients": asdict(plan.gradients) if plan.gradients is not None else None,
+            "identity": identity,
+            "base": inputs.base,
+            "data": {"digest": data.digest, **data.report},
+        }
+        begin = {"from_step": resume.step, "resumed_from": resume.source, "data_ranks": plan.launch.data_ranks}
+        inputs.directory.create(backend, recipe, facts, begin=begin)
+    folder = inputs.directory.path
+    trackers = Trackers(recipe.log.trackers, folder, {"recipe": recipe.model_dump(mode="json"), "launch": launch})
     reporter = Reporter(backend, folder, inputs.length.num_steps, trackers=trackers, quiet=quiet)
-    if prepared.network.mixes_rows and backend.mesh.size("sp", "tp") > 1:
+    if built.mixes_rows and backend.mesh.size("sp", "tp") > 1:
         reporter.warn(
             "This network has dropout. In rows or layers that are split over ranks it draws other masks than in whole "
             "ones, so that this run takes another path than under other launch configs."
         )
-    if slow := slow_precision(backend.precision):
+    if slow := device_selection.slow_precision(backend.precision):
         reporter.warn(f"{slow} `precision: fp32` is the faster one here.")
-    for line in (
-        *(inputs.weights.lines if inputs.weights is not None else ()),
-        *plan.micro_size.lines,
-        *startup_summary(recipe, backend, inputs.data, inputs.length, prepared.runtime, prepared.memory, resume),
-    ):
+    weights = inputs.weights.lines if inputs.weights is not None else ()
+    for line in (*weights, *plan.micro_size.lines, *_start_lines(plan, backend, built, resume)):
         reporter.say(line)
     return reporter
+
+
+def _start_lines(plan: RunPlan, backend: Backend, built: BuiltModel, resume: ResumePoint) -> Iterator[str]:
+    """Yields at most eight lines for a terminal of 80 columns, but for names and paths that are long."""
+    recipe, data, runtime = plan.recipe, plan.inputs.data, built.runtime
+    name = recipe.model.name or (recipe.model.config or {}).get("model_type") or recipe.task.name
+    total, trained = runtime.num_parameters, runtime.num_trained
+    share = "all trained" if trained == total else f"{_short_count(trained)} trained ({trained / total:.1%})"
+    how = (recipe.model.quantization, "LoRA" if recipe.lora is not None else None)
+    steps = "none, evaluation only"
+    if num_steps := plan.inputs.length.num_steps:
+        batch, accumulation, groups = recipe.batch, backend.accumulation, backend.mesh.data_size
+        ranks = f"{groups} process{'es' if groups != 1 else ''}"
+        if groups != backend.world_size:
+            ranks = f"{groups} group{'s' if groups != 1 else ''} of processes"
+        split = f"{ranks} x {batch.micro_size} rows x {accumulation} micro-batch{'es' if accumulation != 1 else ''}"
+        epochs = num_steps * batch.global_size / max(1, plan.inputs.length.epoch_rows)
+        steps = f"{num_steps:,} of {batch.global_size} rows = {split}; {epochs:.3g} epochs"
+    texts = {
+        "model": ", ".join(filter(None, (str(name), f"{_short_count(total)} parameters", share, *how))),
+        "data": "\n".join([*data.report_lines, *without_validation(recipe, data)]),
+        "steps": steps,
+        "launch": ", ".join(filter(None, (runtime.line(), backend.precision, runtime.offload()))),
+        "memory": built.memory.line(),
+        "directory": recipe.output.dir,
+        "resume": "\n".join(resume.lines()),
+    }
+    for label, text in texts.items():
+        for number, line in enumerate(filter(None, text.split("\n"))):
+            yield f"{'' if number else label:<10}{line}"
+
+
+def _short_count(number: int) -> str:
+    """Returns a number of parameters such as 8.03 B."""
+    for size, unit in ((10**9, " B"), (10**6, " M")):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return f"{number:,}"

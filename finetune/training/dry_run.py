@@ -1,20 +1,39 @@
-"""Says what a run would do, without data or weights."""
+"""Checks a recipe against a launch before anything is read or started, and says what the run would do."""
 
 import os
+from collections.abc import Mapping
 
 from finetune.config.recipe_schema import Recipe
-from finetune.distributed.launch.launch_config import read_launch
+from finetune.distributed.launch.launch_config import Launch, ResolvedConfig, read_launch
 from finetune.distributed.launch.predicted_environment import PredictedEnvironment
-from finetune.distributed.strategies.find_strategy import strategy_of
+from finetune.distributed.resolve_config import resolve_config
+from finetune.distributed.strategies.strategy import strategy_of
 from finetune.distributed.tensor_facts import width_of
-from finetune.models import lora_adapters, split_layers
+from finetune.models import float8, lora_adapters, split_layers
 from finetune.models.forward_wrapper import ForwardWrapper
 from finetune.optim import lr_schedule
-from finetune.optim.optimizers import build_optimizer
+from finetune.optim.optimizers import build_optimizer, check_optimizer
 from finetune.planning.model_shapes import with_vocabulary_size
-from finetune.tasks.task_lookup import find_task
-from finetune.training.recipe_checks import check_recipe
+from finetune.tasks.metrics import check_metrics
+from finetune.tasks.task_lookup import check_task_splits, find_task
 from finetune.utils.errors import RecipeError
+
+
+def check_recipe(recipe: Recipe, launch: Launch, env: Mapping[str, str] = os.environ) -> ResolvedConfig:
+    """Returns what follows from recipe and launch, which a run, a dry run and `finetune doctor` refuse alike.
+
+    Args:
+        env: A worker's environment.
+
+    Raises:
+        FinetuneError: If they contradict each other, or this machine cannot run what is asked.
+    """
+    config = resolve_config(recipe, launch, env)
+    check_task_splits(recipe, launch)
+    check_metrics(recipe.eval.metrics)
+    check_optimizer(recipe.optim, cut=launch.cuts_state, flat=launch.flattens)
+    float8.check_fp8(recipe)
+    return config
 
 
 def describe(recipe: Recipe, foreseen: PredictedEnvironment | None = None) -> str:
@@ -40,7 +59,6 @@ def describe(recipe: Recipe, foreseen: PredictedEnvironment | None = None) -> st
     strategy_of(launch).check_network(launch, config.ds_config, width_of(network), sizes)
     kind = type(lora_adapters.transformer(network) or network).__name__
     build_optimizer(ForwardWrapper(network), recipe)
-    counted = sum(p.numel() for p in network.parameters())
     trained = sum(p.numel() for p in network.parameters() if p.requires_grad)
     length = {key: value for key, value in recipe.length.model_dump().items() if value is not None}
     batch, data, world = recipe.batch, recipe.data, launch.data_ranks
@@ -51,7 +69,7 @@ def describe(recipe: Recipe, foreseen: PredictedEnvironment | None = None) -> st
         split = f"{batch.global_size} rows = {world} x auto, which is tried when the run starts"
     lines = {
         "task": recipe.task.name,
-        "network": f"{kind}, {counted:,} parameters, {trained:,} trained, in {config.precision}",
+        "network": f"{kind}, {sum(sizes):,} parameters, {trained:,} trained, in {config.precision}",
         "weights": recipe.model.name or f"random, seed {recipe.seed}",
         "adapters": lora_adapters.describe_adapters(network),
         "backend": f"{launch.kind} on {launch.num_processes} process(es)"

@@ -13,7 +13,6 @@ from finetune.utils.errors import FinetuneError
 from finetune.utils.exit_codes import REQUEUE, USER_ERROR, run_guarded, say_failure
 from finetune.utils.hub_access import go_offline_if_unreachable
 from finetune.utils.library_imports import quick_imports, silence_libraries
-from finetune.utils.output_streams import outlive_readers
 from finetune.utils.shipped_files import recipe_file
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ def train_main(arguments: Sequence[str] | None = None) -> int:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             parser.print_help(sys.stderr)
         return USER_ERROR
-    outlive_readers()
+    signals.outlive_readers()
     return run_guarded(partial(_dry_run if parsed.dry_run else _train, parsed))
 
 
@@ -56,12 +55,12 @@ def add_recipe_arguments(parser: argparse.ArgumentParser, *, optional: bool = Fa
 
 def load_checked(parsed: argparse.Namespace) -> "Recipe":
     """The recipe, once the models that it names can be had: this is known before the libraries are imported."""
-    from finetune.config import recipe_paths
+    from finetune.config import path_kinds
     from finetune.config.recipe import load_recipe
     from finetune.tasks.task_lookup import BUILT_IN
 
     recipe = load_recipe(parsed.recipe, parsed.overrides, BUILT_IN)
-    recipe_paths.check_paths(recipe)
+    path_kinds.check_paths(recipe)
     go_offline_if_unreachable()
     hub_access.require_model(recipe.model.name, "model.name")
     hub_access.require_model(recipe.tokenizer.name, "tokenizer.name")

@@ -1,29 +1,38 @@
-"""Evaluates and samples a model in training, where that is due."""
+"""Evaluates a model in training and has it write texts, where that is due, under any backend.
+
+An evaluation is exact: every row once, weighted by targets, whatever the batch size and the number of ranks.
+"""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
+from finetune.config.recipe_schema import ChatSection, Recipe, SampleSection
 from finetune.data.class_labels import some
-from finetune.data.rows.feed import Rows
+from finetune.data.rows.feed import Rows, evaluation_batches
 from finetune.distributed.backend import Backend
-from finetune.monitoring.metrics import Reporter
-from finetune.monitoring.shutdown import ShutdownHandler
+from finetune.models.forward_wrapper import without_training
+from finetune.models.prompts import text_tokens, turn_tokens
 from finetune.tasks import metrics
-from finetune.tasks.metrics import ClassCounts
-from finetune.training import sampling
-from finetune.training.evaluation import evaluate
-from finetune.training.generate_answers import decode_text, generate
+from finetune.tasks.causal_lm import next_token_logits
+from finetune.tasks.task import Batch, Task
 from finetune.training.run import BuiltRun
 from finetune.utils.atomic_files import write_text
 from finetune.utils.errors import FinetuneError, RecipeError
+from finetune.utils.to_device import batch_to_device, tensor_to_device
 
 PREDICTIONS = "predictions.jsonl"
+
+# Forward passes between two questions whether to give up; each makes the host wait for the device.
+_ASK_EVERY = 16
 
 
 def evaluate_and_sample(run: BuiltRun) -> bool:
@@ -40,7 +49,7 @@ def evaluate_and_sample(run: BuiltRun) -> bool:
         return False
     if recipe.sample is not None and due(recipe.sample.every_steps, recipe.sample.at_end):
         run.timer.mark("aside")
-        text = sampling.sample_text(run.backend, run.model, recipe, run.data.tokenizer, run.data.ends)
+        text = sample_text(run.backend, run.model, recipe, run.data.tokenizer, run.data.ends)
         run.reporter.log({"step": step, "sample": text})
         run.reporter.say(f"step {step}: sample\n{text}\n")
         run.results["sample"] = text
@@ -49,24 +58,26 @@ def evaluate_and_sample(run: BuiltRun) -> bool:
 
 def _evaluate(run: BuiltRun) -> bool:
     run.timer.mark("aside")
-    recipe, rows, step = run.recipe, run.data.validation, run.state.step
+    task, rows, step, names = run.task, run.data.validation, run.state.step, run.data.label_names
     figures: dict[str, float] = {}
-    counts: ClassCounts | None = None
+    by_class: dict[str, dict[str, Any]] = {}
     if rows is not None:
-        counted = run.task.labelled and run.task.loss_and_correct is not None
+        counted = task.labelled and task.loss_and_correct is not None
+        scored = bool(run.metrics) and not task.text
         classes = None
-        if counted or (run.metrics and not run.task.text):
+        if counted or scored:
             classes = torch.zeros(2, len(rows), dtype=torch.int64, device=run.backend.device)
-        micro = recipe.eval.micro_size or recipe.batch.rows
-        stopped = partial(_stop_requested, run.backend, run.shutdown)
-        found = evaluate(run.backend, run.model, run.task, rows, micro, stopped=stopped, classes=classes)
+        micro = run.recipe.eval.micro_size or run.recipe.batch.rows
+        found = evaluate_rows(
+            run.backend, run.model, task, rows, micro, stopping=lambda: run.shutdown.requested, classes=classes
+        )
         if found is None:
             return False
         figures |= found
         if classes is not None and counted:
-            counts = ClassCounts.of(classes, len(run.data.label_names))
-            figures["recall_macro"] = counts.recall_macro
-        if classes is not None and run.metrics:
+            by_class = metrics.count_classes(classes, names)
+            figures["recall_macro"] = metrics.recall_macro(by_class)
+        if classes is not None and scored:
             figures |= _score_classes(run, rows, classes)
     if run.prompts:
         scores = _score_texts(run)
@@ -85,38 +96,88 @@ def _evaluate(run: BuiltRun) -> bool:
     )
     over = f" over {figures['targets']:,.0f} targets" if rows is not None else ""
     run.reporter.say(f"step {step}: validation {shown}{over}")
-    if counts is not None:
-        run.results["classes"] = counts.by_name(run.data.label_names)
-        _say_classes(run.reporter, step, run.results["classes"])
+    if by_class:
+        run.results["classes"] = by_class
+        # A share of all rows hides classes that have few.
+        held = {name: c for name, c in by_class.items() if c["rows"]}
+        recalls = [
+            f"{name} {c['recall']:.1%} of {c['rows']:,} (predicted {c['predicted']:,})" for name, c in held.items()
+        ]
+        run.reporter.say(f"  recognised: {some(recalls)}")
+        if never := [f"{name} ({c['rows']:,} rows)" for name, c in held.items() if not c["predicted"]]:
+            run.reporter.warn(f"step {step}: no row is taken for the class {some(never)}.")
     return True
 
 
-def _stop_requested(backend: Backend, shutdown: ShutdownHandler) -> bool:
-    requested = torch.tensor([float(shutdown.requested)], device=backend.device)
-    return backend.all_reduce_sum(requested).item() > 0
+def evaluate_rows(
+    backend: Backend,
+    model: nn.Module,
+    task: Task,
+    rows: Rows,
+    micro_size: int,
+    *,
+    stopping: Callable[[], bool] = lambda: False,
+    classes: torch.Tensor | None = None,
+) -> dict[str, float] | None:
+    """Mean loss per target over all rows, with what follows from it.
 
+    Every rank must call it; each runs the same number of forward passes, since sharded backends gather weights
+    in them. A rank whose share is used up continues with a row that counts for nothing.
 
-def _say_classes(reporter: Reporter, step: int, found: dict[str, dict[str, Any]]) -> None:
-    """Says what became of each class: a share of all rows hides those that have few."""
-    held = {name: class_ for name, class_ in found.items() if class_["rows"]}
-    shown = [f"{name} {c['recall']:.1%} of {c['rows']:,} (predicted {c['predicted']:,})" for name, c in held.items()]
-    reporter.say(f"  recognised: {some(shown)}")
-    never = [f"{name} ({class_['rows']:,} rows)" for name, class_ in held.items() if not class_["predicted"]]
-    if never:
-        reporter.warn(f"step {step}: no row is taken for the class {some(never)}.")
+    Args:
+        model: The prepared model, a `ForwardWrapper` inside.
+        micro_size: Rows in one forward pass of one process; it does not change the result.
+        stopping: Returns True if this rank was asked to stop; every rank then gives up. Called now and then.
+        classes: Zeros, (2, rows) int64: become the predicted and the true class of each row, on all ranks.
+
+    Returns:
+        None if a rank was asked to stop; else `loss` and `targets`; `perplexity` if the network writes text; `accuracy`
+        if the task counts hits.
+    """
+    # Loss, hits, targets. In float64: hundreds of millions of targets are beyond fp32's whole numbers.
+    sums = torch.zeros(3, dtype=torch.float64, device=backend.device)
+    batches = evaluation_batches(rows, micro_size, data_size=backend.mesh.data_size, data_rank=backend.mesh.data_rank)
+    computing: deque[tuple[Any, Batch]] = deque()
+
+    def sent() -> Iterator[Batch]:
+        for share, batch in batches:
+            computing.append((share, batch_to_device(batch, backend.device)))
+            yield computing[-1][1]
+
+    with without_training(model):
+        results = backend.evaluate_batches(model, task.loss_and_correct or task.loss_sum, sent())
+        for number, found in enumerate(results):
+            share, batch = computing.popleft()
+            if number % _ASK_EVERY == _ASK_EVERY - 1:
+                asked = torch.tensor([float(stopping())], device=backend.device)
+                if backend.all_reduce_sum(asked).item() > 0:
+                    return None
+            if share.size and backend.mesh.counts_loss:
+                found = found.reshape(-1)
+                sums[: len(found[:2])] += found[:2].double()
+                if classes is not None:
+                    if len(found) != 2 + len(share):
+                        raise RecipeError("eval.metrics: the task's `loss_and_correct` gives no class of each row.")
+                    classes[:, share] = torch.stack((found[2:].long(), batch["targets"]))
+                sums[2] += rows.num_targets(share) if backend.mesh.counts_rows else 0
+    if classes is not None:
+        backend.all_reduce_sum(classes)
+    loss_sum, hit_sum, total = backend.all_reduce_sum(sums).tolist()
+    result = {"loss": loss_sum / max(1.0, total), "targets": total}
+    if task.text:
+        result["perplexity"] = math.exp(min(result["loss"], 700.0))
+    if task.loss_and_correct:
+        result["accuracy"] = hit_sum / max(1.0, total)
+    return result
 
 
 def _score_texts(run: BuiltRun) -> dict[str, float] | None:
-    """Returns the metrics of texts that are generated for the recipe's prompts; None if a rank was asked to stop.
-
-    Raises:
-        RecipeError: On every rank, if one's own function fails.
-    """
+    """Returns the metrics of texts that are generated for the recipe's prompts; None if a rank was asked to stop."""
     recipe, tokenizer = run.recipe, run.data.tokenizer
     assert tokenizer is not None
     # Compiled, layers would be compiled anew for lengths that no step has.
     with torch.compiler.set_stance("force_eager") if recipe.model.compile else nullcontext():
-        found = generate(
+        found = generate_tokens(
             run.backend,
             run.model,
             [prompt.ids for prompt in run.prompts],
@@ -127,20 +188,18 @@ def _score_texts(run: BuiltRun) -> dict[str, float] | None:
         )
     if found is None:
         return None
-    texts = [decode_text(tokenizer, prompt.ids, ids) for prompt, ids in zip(run.prompts, found, strict=True)]
+    decode = partial(tokenizer.decode, skip_special_tokens=True)
+    # Decoded behind its prompt: alone, the first word of some tokenizers loses its space.
+    texts = [
+        decode([*prompt.ids, *ids])[len(decode(prompt.ids)) :].strip()
+        for prompt, ids in zip(run.prompts, found, strict=True)
+    ]
     references = [prompt.references for prompt in run.prompts]
     return _score(run, texts, references, ({"prompt": prompt.text} for prompt in run.prompts))
 
 
 def _score_classes(run: BuiltRun, rows: Rows, classes: torch.Tensor) -> dict[str, float]:
-    """Returns the metrics of predicted classes.
-
-    Args:
-        classes: (2, rows): predicted and true class of each.
-
-    Raises:
-        RecipeError: On every rank, if one's own function fails.
-    """
+    """Returns the metrics of predicted classes; `classes` holds the predicted and the true class of each row."""
     names, tokenizer = run.data.label_names, run.data.tokenizer
     predicted, true = ([names[n] if n < len(names) else str(n) for n in side] for side in classes.tolist())
 
@@ -158,10 +217,9 @@ def _score_classes(run: BuiltRun, rows: Rows, classes: torch.Tensor) -> dict[str
 def _score(
     run: BuiltRun, predictions: Sequence[str], references: Sequence[Any], described: Iterable[Mapping[str, Any]]
 ) -> dict[str, float]:
-    """Computes metrics once, on rank 0, of the whole set in its order; all ranks hear the outcome.
+    """Computes metrics on rank 0, of the whole set in its order; every rank gets the values, or raises the error.
 
-    Args:
-        described: Of each prediction, what it was made of, for `predictions.jsonl`.
+    Predictions, with what describes the input of each, are written into `predictions.jsonl`.
     """
     told: dict[str, Any] = {}
     if run.backend.is_main:
@@ -183,3 +241,104 @@ def _score(
         raise RecipeError(told["problem"])
     values: dict[str, float] = told["values"]
     return values
+
+
+def generate_tokens(
+    backend: Backend,
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    *,
+    longest: int,
+    max_new_tokens: int,
+    ends: Collection[int],
+    stopping: Callable[[], bool] = lambda: False,
+    pick: Callable[[torch.Tensor], int] = lambda logits: int(logits.argmax()),
+    slides: bool = False,
+) -> list[list[int]] | None:
+    """Returns the tokens picked behind each prompt, one after the other, without the token that ends a text.
+
+    Every rank must call it; each runs the same number of forward passes, since sharded backends gather weights in them.
+    A pass has one prompt: so no text depends on what is computed beside it, nor on the number of ranks.
+
+    Args:
+        longest: Most tokens of a prompt and its text together, of which the network sees as many.
+        ends: Tokens that end a text.
+        stopping: Returns True if this rank was asked to stop.
+        pick: Chooses a token by the logits behind a row, (V,); the likeliest by default.
+        slides: Goes on behind `longest` tokens, of which the first fall out of view.
+
+    Returns:
+        Tokens by prompt, the same on every rank; None if a rank was asked to stop.
+    """
+    # One more than each token, and 0 where there is none.
+    written = torch.zeros(len(prompts), max_new_tokens, dtype=torch.int64)
+    first = backend.mesh.average_rank
+    with without_training(model):
+        for number in range(first, len(prompts) + first, backend.mesh.average_size):
+            row = list(prompts[number]) if number < len(prompts) else []
+            kept: dict[str, Any] = {}
+            while True:
+                told = torch.tensor([float(bool(row)), float(stopping())], device=backend.device)
+                unfinished, stop = backend.all_reduce_sum(told).tolist()
+                if stop:
+                    return None
+                if not unfinished:
+                    break
+                # Who has finished goes along with the others.
+                ids = tensor_to_device(torch.tensor([row[-longest:] or prompts[0][:1]]), backend.device)
+                score = partial(next_token_logits, kept=kept if 0 < len(row) <= longest else {})
+                (logits,) = backend.evaluate_batches(model, score, [{"input_ids": ids}])
+                if not row:
+                    continue
+                token, place = pick(logits[0]), len(row) - len(prompts[number])
+                row.append(token)
+                if token not in ends and backend.mesh.counts_loss:
+                    written[number, place] = token + 1
+                if token in ends or place + 1 == max_new_tokens or (len(row) == longest and not slides):
+                    row = []
+    gathered: list[list[int]] = backend.all_reduce_sum(written.to(backend.device)).tolist()
+    return [[token - 1 for token in row if token] for row in gathered]
+
+
+def sample_prompt(section: SampleSection, chat: ChatSection | None, tokenizer: Any) -> list[int]:
+    """Returns tokens of a sample's prompt: a text's beginning, or a user's turn, where the recipe learns conversations.
+
+    Raises:
+        DataError: If there is nothing to begin with, or the chat template refuses the turn.
+    """
+    if chat is None:
+        return text_tokens(tokenizer, section.prompt)
+    return turn_tokens(tokenizer, section.prompt, chat.template_args)
+
+
+def sample_text(backend: Backend, model: nn.Module, recipe: Recipe, tokenizer: Any, taught: Sequence[int]) -> str:
+    """Writes one text after the prompt of the recipe's `sample` section; every rank must call it.
+
+    Args:
+        taught: The tokens that learned answers end in.
+    """
+    section = recipe.sample
+    assert section is not None
+    ids = sample_prompt(section, recipe.chat, tokenizer)
+    generator = torch.Generator().manual_seed(recipe.seed)
+
+    def pick(logits: torch.Tensor) -> int:
+        if section.temperature == 0:
+            return int(logits.argmax())
+        logits = logits.cpu() / section.temperature
+        if section.top_k is not None and section.top_k < logits.numel():
+            logits[logits < logits.topk(section.top_k).values[-1]] = -torch.inf
+        return int(torch.multinomial(logits.softmax(-1), 1, generator=generator))
+
+    found = generate_tokens(
+        backend,
+        model,
+        [ids],
+        longest=recipe.data.sequence_length,
+        max_new_tokens=section.max_new_tokens,
+        ends={tokenizer.eos_token_id, *taught},
+        pick=pick,
+        slides=True,
+    )
+    assert found is not None
+    return str(tokenizer.decode([*ids, *found[0]], skip_special_tokens=True)).strip()

@@ -16,12 +16,10 @@ from finetune.monitoring.nonfinite import spread_nonfinite
 from finetune.monitoring.step_all_reduce import AsyncScalar, StepOutput, StepSync
 from finetune.optim import lr_schedule
 from finetune.tasks.task import Batch
-from finetune.training import outcome
+from finetune.training import finish_run
 from finetune.training.evaluate_run import evaluate_and_sample
-from finetune.training.peak_memory import PeakMemoryMonitor
 from finetune.training.run import BuiltRun
-from finetune.training.save_run import save_checkpoint, save_final_model
-from finetune.training.step_metrics import check_nonfinite, log_step, look_at_profile
+from finetune.training.step_metrics import PeakMemoryMonitor, check_nonfinite, log_step, look_at_profile
 from finetune.training.weight_check import WeightCheck
 from finetune.utils.to_device import batch_to_device, tensor_to_device
 
@@ -39,11 +37,7 @@ class Step:
 
 
 def train(run: BuiltRun) -> dict[str, Any]:
-    """Takes the steps that are left.
-
-    Returns:
-        The results; see `steps`.
-    """
+    """Takes the steps that are left, and returns the results; see `steps`."""
     for _ in steps(run):
         pass
     return run.results
@@ -57,11 +51,11 @@ def steps(run: BuiltRun) -> Iterator[Step]:
     """
     recipe, state, last = run.recipe, run.state, run.length.num_steps
     if run.resume.finished:
-        run.reporter.say(outcome.nothing_left(run.results, last))
+        run.reporter.say(finish_run.nothing_left(run.results, last))
         return
     with run.reporter, run.shutdown.listening():
         began = time.perf_counter()
-        run.checkpoints.open(state.step, run.feed.describe(state.step))
+        run.checkpoints.note_start(state.step, run.feed.describe(state.step))
         peak_memory = PeakMemoryMonitor(run.backend, run.weight_bytes)
         stopped = run.resume.evaluation_is_due(last) and not evaluate_and_sample(run)
         weights = WeightCheck(run.backend, unwrap(run.model), run.reporter)
@@ -83,10 +77,10 @@ def steps(run: BuiltRun) -> Iterator[Step]:
             evaluated = not sync.stop and evaluate_and_sample(run)
             stopped = not evaluated
             end = state.step if state.best.ends_run(recipe) else last
-            if stopped or run.checkpoints.due(state.step, end, sync):
+            if stopped or run.checkpoints.is_due(state.step, end, sync):
                 run.timer.mark("aside")
                 check_nonfinite(run, None)  # A checkpoint must hold no step that diverged.
-                save_checkpoint(run, evaluated=evaluated, wait=stopped or state.step == end)
+                finish_run.save_checkpoint(run, evaluated=evaluated, wait=stopped or state.step == end)
             # What the caller does with it is no part of a step.
             run.timer.mark("aside")
             evaluation = {key: value for key, value in state.evaluation.items() if key != "step"}
@@ -98,13 +92,15 @@ def steps(run: BuiltRun) -> Iterator[Step]:
             run.results["weights"] = weights.newest.to_dict()
         run.checkpoints.finish()
         if stopped:
-            outcome.stop(run)
+            finish_run.note_stop(run)
         else:
             if state.step < last:
-                outcome.end_early(run)
+                finish_run.note_early_end(run)
             if recipe.output.save_model and last:
-                save_final_model(run)
-            outcome.warn_of_rising_loss(run)
+                finish_run.save_final_model(run)
+            if rising := finish_run.rising_loss(run.results.get("first_loss"), state.recent_losses):
+                run.results["loss_rose"] = True
+                run.reporter.warn(rising)
         run.results["skipped"] = run.checkpoints.skipped
         run.results["train_s"] = time.perf_counter() - began
     measured = peak_memory.compare(recipe)

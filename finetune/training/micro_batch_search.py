@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -68,19 +69,17 @@ def resolve_micro_size(
     if recipe.batch.micro_size != "auto":
         return MicroBatchChoice(recipe, None)
     if begun is not None:
-        return _choose(recipe, {"rows": begun}, ", as this run began: its network has dropout or batch norms")
+        return _choose(recipe, {"rows": begun}, "as this run began: its network has dropout or batch norms")
     rank, world = int(os.environ.get("RANK", "0")), launch.num_processes
     notes = rendezvous_store.RendezvousStore(rank, world, _PATIENCE)
     sizes, room = divisors(recipe.batch.global_size // launch.data_ranks), device_selection.available_memory()
     kept = _kept(recipe, launch, digest)
-    if rank == 0:
-        known = _read(kept, room.total)
-        notes.write(
-            "begin", known or {"first": largest_micro_size(recipe, launch, sizes, room.total), "room": room.total}
-        )
-    begin = notes.read("begin")
+    begin = rendezvous_store.from_main(
+        lambda: _read(kept, room) or {"first": largest_micro_size(recipe, launch, sizes, room), "room": room},
+        _PATIENCE,
+    )
     if "rows" in begin:
-        return _choose(recipe, {**begin, "known": True}, _memory_of(begin, room.place, "as found before"))
+        return _choose(recipe, {**begin, "known": True}, "as found before")
     tried: dict[int, float | None] = {}
     trials = Path(recipe.output.dir) / ".trials"
     try:
@@ -95,8 +94,8 @@ def resolve_micro_size(
     if not fits:
         gib = begin["room"] / 2**30
         raise MemoryFullError(
-            f"batch.micro_size: auto: not even {min(sizes)} row(s) a forward pass fit into {gib:.2f} GiB of "
-            f"{room.place} for each process. Set model.gradient_checkpointing: true, lower data.sequence_length, "
+            f"batch.micro_size: auto: not even {min(sizes)} row(s) a forward pass fit into {gib:.2f} GiB of memory "
+            f"for each process. Set model.gradient_checkpointing: true, lower data.sequence_length, "
             "train adapters (lora), or take a launch file of accelerate_configs/ that shards or offloads more."
         )
     found = {"rows": max(fits), "room": begin["room"], "tried": {str(size): share for size, share in tried.items()}}
@@ -106,8 +105,7 @@ def resolve_micro_size(
             write_json(kept, found)
         except OSError as error:
             warn(f"batch.micro_size: what was found is not kept for the next run: {kept}: {error.strerror}.")
-    how = f"{len(tried)} trial" + ("s" if len(tried) > 1 else "")
-    return _choose(recipe, {**found, "known": False}, _memory_of(found, room.place, how))
+    return _choose(recipe, {**found, "known": False}, f"{len(tried)} trial" + ("s" if len(tried) > 1 else ""))
 
 
 def next_size(sizes: Sequence[int], first: int, tried: Mapping[int, float | None]) -> int | None:
@@ -142,11 +140,7 @@ def next_size(sizes: Sequence[int], first: int, tried: Mapping[int, float | None
 def _try(recipe: Recipe, launch: Launch, notes: rendezvous_store.RendezvousStore, rank: int) -> float | None:
     """Trains two steps in a process of its own beside each rank.
 
-    Returns:
-        The largest share of a rank's memory that was held; None if it was not enough somewhere.
-
-    Raises:
-        BackendError: If the trial failed otherwise.
+    Returns the largest share of a rank's memory that was held; None if memory was not enough on some rank.
     """
     name = f"trial-{notes.number}-{recipe.batch.rows}"
     with temporary_folder() as folder:
@@ -160,8 +154,13 @@ def _try(recipe: Recipe, launch: Launch, notes: rendezvous_store.RendezvousStore
             process = subprocess.Popen(
                 words, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
             )
+        own: int | None = None
         try:
-            own = _wait(process, notes, f"{name}/over")
+            while own is None:
+                with suppress(subprocess.TimeoutExpired):
+                    own = process.wait(_EVERY_S)
+                if own is None and notes.has(f"{name}/over"):
+                    break  # it is of no use any more, because another rank's has failed
         finally:
             process.kill()
             process.wait()
@@ -171,8 +170,7 @@ def _try(recipe: Recipe, launch: Launch, notes: rendezvous_store.RendezvousStore
         elif own is not None:
             note["output"] = " ".join(log.read_text(encoding="utf-8", errors="replace").split())[-600:]
             notes.write(f"{name}/over", rank)
-    notes.write(f"{name}/{rank}", note)
-    ended = [notes.read(f"{name}/{other}") for other in range(launch.num_processes)]
+    ended = rendezvous_store.gather_notes(note, _PATIENCE)
     if all(note["code"] == 0 for note in ended):
         return float(max(note["share"] for note in ended))
     # A host that runs out of memory kills.
@@ -185,40 +183,23 @@ def _try(recipe: Recipe, launch: Launch, notes: rendezvous_store.RendezvousStore
     )
 
 
-def _wait(process: subprocess.Popen[bytes], notes: rendezvous_store.RendezvousStore, over: str) -> int | None:
-    """Returns its exit code; None if it is of no use any more, because another rank's has failed."""
-    while True:
-        try:
-            return process.wait(_EVERY_S)
-        except subprocess.TimeoutExpired:
-            if notes.has(over):
-                return None
-
-
 def _trial_of(recipe: Recipe, size: int, world: int, folder: Path) -> Recipe:
     """The recipe, cut down to what decides memory: two steps of at most two micro-batches."""
     micro_batches = min(2, recipe.batch.global_size // (size * world))
     tree = recipe.model_dump(mode="json")
     tree["batch"] |= {"micro_size": size, "global_size": size * world * micro_batches}
-    tree["length"] = {"steps": 2}
-    tree["sample"] = None
-    tree["eval"] |= {"every_steps": None, "at_end": False, "metrics": [], "prompts": [], "patience": None}
-    tree["log"]["trackers"] = []
-    tree["checkpoint"] |= {"every_steps": None, "every_minutes": None, "at_end": False, "keep_best_by": None}
-    tree["resume"]["mode"] = "never"
-    tree["output"] |= {"dir": str(folder), "overwrite": True}
+    tree |= {"length": {"steps": 2}, "sample": None, "eval": {}, "log": {}, "checkpoint": {}}
+    tree |= {"resume": {"mode": "never"}, "output": {"dir": str(folder), "overwrite": True}}
     return validate_recipe(tree)
 
 
 def _choose(recipe: Recipe, found: dict[str, Any], why: str) -> MicroBatchChoice:
-    batch = recipe.batch.model_copy(update={"micro_size": found["rows"]})
-    line = f"batch.micro_size: auto is {found['rows']}{why}"
-    return MicroBatchChoice(recipe.model_copy(update={"batch": batch}), {"asked": "auto", **found}, (line,))
-
-
-def _memory_of(found: dict[str, Any], place: str, how: str) -> str:
-    share = found["tried"][str(found["rows"])]
-    return f", with {share:.0%} of {found['room'] / 2**30:,.2f} GiB of {place} ({how})"
+    rows = found["rows"]
+    if "tried" in found:
+        share = found["tried"][str(rows)]
+        why = f"with {share:.0%} of {found['room'] / 2**30:,.2f} GiB of memory ({why})"
+    settled = recipe.model_copy(update={"batch": recipe.batch.model_copy(update={"micro_size": rows})})
+    return MicroBatchChoice(settled, {"asked": "auto", **found}, (f"batch.micro_size: auto is {rows}, {why}",))
 
 
 def _kept(recipe: Recipe, launch: Launch, digest: str) -> Path:

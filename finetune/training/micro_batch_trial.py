@@ -1,7 +1,6 @@
 """Two steps of a recipe, to measure their memory; `micro_batch_search` runs this in processes of its own."""
 
 import sys
-import traceback
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,25 +21,23 @@ from finetune.utils.errors import FinetuneError, MemoryFullError
 from finetune.utils.library_imports import silence_libraries
 
 
-def longest(rows: Any) -> Any:
-    """Training rows in whose place the longest are read."""
-    order = rows.longest()
-    return SimpleNamespace(
-        batch=lambda numbers: rows.batch(order[: len(numbers)]),
-        num_targets=lambda numbers: rows.num_targets(order[: len(numbers)]),
-    )
-
-
 def main(file: str, report: str) -> int:
     """Takes the steps, and writes the share of the memory that was held, over all ranks."""
     recipe = load_recipe(file, ())
     room = device_selection.available_memory()
     run = build_run(recipe, quiet=True)
     if isinstance(run.feed, TokenFileFeed) and hasattr(run.feed.rows, "longest"):
-        run.feed = replace(run.feed, rows=longest(run.feed.rows))
+        # Rows of different lengths: the longest are read in place of any.
+        rows: Any = run.feed.rows
+        order = rows.longest()
+        longest: Any = SimpleNamespace(
+            batch=lambda numbers: rows.batch(order[: len(numbers)]),
+            num_targets=lambda numbers: rows.num_targets(order[: len(numbers)]),
+        )
+        run.feed = replace(run.feed, rows=longest)
     for step in range(run.length.num_steps):
         train_step(run, step)
-    share = torch.tensor([device_selection.peak_memory() / room.total], dtype=torch.float64, device=run.backend.device)
+    share = torch.tensor([device_selection.peak_memory() / room], dtype=torch.float64, device=run.backend.device)
     write_json(Path(report), {"share": run.backend.all_reduce_max(share).item()})
     run.backend.close()
     return 0
@@ -50,16 +47,13 @@ def _guarded() -> int:
     try:
         with orphan_watch.end_with_parent(1, always=True):
             return main(*sys.argv[1:])
-    except MemoryFullError:
-        return OUT_OF_MEMORY
-    except FinetuneError as error:
+    except Exception as error:
+        if isinstance(error, MemoryFullError) or explain_out_of_memory(error) is not None:
+            return OUT_OF_MEMORY
+        if not isinstance(error, FinetuneError):
+            return exit_codes.say_failure(error)
         print(f"Error: {error}", file=sys.stderr)
         return exit_codes.USER_ERROR
-    except Exception as error:
-        if explain_out_of_memory(error) is not None:
-            return OUT_OF_MEMORY
-        traceback.print_exception(error)
-        return 1
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Forward passes of the prepared model before the first step, to verify kernels, document isolation, and the loss."""
 
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,16 +14,12 @@ from finetune.config.recipe_schema import DataSection, Recipe
 from finetune.distributed.backend import Backend
 from finetune.distributed.strategies import sequence
 from finetune.models import chunked_loss, lora_adapters
-from finetune.models.forward_wrapper import unwrap
-from finetune.tasks import causal_checks, classification
-from finetune.tasks.causal_lm import CAUSAL_LM, causal_lm_logits
+from finetune.models.forward_wrapper import unwrap, without_training
+from finetune.tasks import causal_lm, classification
 from finetune.tasks.task import Batch, Task, TaskData
-from finetune.training import evaluation
 from finetune.utils.compat.transformers_private import attention_implementation
 from finetune.utils.errors import BackendError, DataError, FinetuneError
 from finetune.utils.to_device import batch_to_device
-
-_OTHER_ATTENTION = ", or model.attention to `auto`, which takes what keeps them apart where the architecture can"
 
 
 def loss_of_row(
@@ -37,21 +33,22 @@ def loss_of_row(
     rows = data.train if data.train is not None else data.validation
     if rows is None:
         raise DataError("There are neither training nor validation rows. Name data.train or data.validation.")
-    with evaluation.without_training(model), _by_name(model):
-        batch = batch_to_device(rows.batch(np.arange(1)), device or backend.device)
-        (loss,) = backend.evaluate_batches(model, task.loss_sum, [batch])
-    return loss
+    batch = batch_to_device(rows.batch(np.arange(1)), device or backend.device)
+    return _evaluate(backend, model, task.loss_sum, batch)
 
 
-@contextmanager
-def _by_name(model: nn.Module) -> Iterator[None]:
-    """Names the architecture whose own code cannot run what it is given."""
+def _evaluate(
+    backend: Backend, model: nn.Module, function: Callable[[nn.Module, Batch], torch.Tensor], batch: Batch
+) -> torch.Tensor:
+    """Returns `function(network, batch)`; names the architecture whose own code cannot run what it is given."""
     try:
-        yield
+        with without_training(model):
+            (result,) = backend.evaluate_batches(model, function, [batch])
+        return result
     except (FinetuneError, torch.OutOfMemoryError, torch.distributed.DistError):
         raise
     except Exception as error:  # architectures stumble in many ways
-        inner = lora_adapters.transformer(unwrap(model))
+        inner = _inner(model)
         files = {frame.filename for frame in traceback.extract_tb(error.__traceback__)}
         if inner is None or not any("/transformers/models/" in Path(file).as_posix() for file in files):
             raise
@@ -77,7 +74,7 @@ def _name(model: nn.Module) -> str:
     return f"{kind.__name__} ({network.config.model_type})"
 
 
-def kernels(backend: Backend, model: nn.Module, recipe: Recipe) -> dict[str, str]:
+def verify_kernels(backend: Backend, model: nn.Module, recipe: Recipe) -> dict[str, str]:
     """Returns what a language model computes attention and loss with, both verified. Every rank must call it.
 
     Raises:
@@ -85,7 +82,15 @@ def kernels(backend: Backend, model: nn.Module, recipe: Recipe) -> dict[str, str
     """
     inner = _inner(model)
     if inner is not None:
-        check_order(backend, model, inner)
+        # Where tokens see those behind them, the targets are among the inputs.
+        seen = causal_lm.sees_ahead(inner, partial(_scores, backend, model), backend.device)
+        if backend.all_reduce_max(seen).item() > causal_lm.tolerances(backend.precision)[0]:
+            turned = getattr(inner.config.get_text_config(), "is_decoder", None) is False
+            hint = "Set `is_decoder: true` in model.config" if turned else "Take a causal language model"
+            raise BackendError(
+                f"{_name(model)} is no causal language model as it is configured: tokens see those behind them, which "
+                f"they are to predict. {hint}, or set task.name to `{classification.NAME}`."
+            )
     if recipe.data.packing == "documents":
         check_isolation(backend, model, recipe)
     if backend.mesh.group("sp") is not None:
@@ -95,63 +100,44 @@ def kernels(backend: Backend, model: nn.Module, recipe: Recipe) -> dict[str, str
     return {"attention": str(attention_implementation(inner.config)), "loss": check_loss(backend, model, recipe)}
 
 
-def check_order(backend: Backend, model: nn.Module, network: PreTrainedModel) -> None:
-    """Verifies on the prepared model that tokens do not see those behind them: else the targets are among the inputs.
-
-    Raises:
-        BackendError: If they do.
-    """
-    seen = causal_checks.sees_ahead(network, _scores(backend, model), backend.device)
-    if backend.all_reduce_max(seen).item() > causal_checks.seen_tolerance(backend.precision):
-        turned = getattr(network.config.get_text_config(), "is_decoder", None) is False
-        hint = "Set `is_decoder: true` in model.config" if turned else "Take a causal language model"
-        raise BackendError(
-            f"{_name(model)} is no causal language model as it is configured: tokens see those behind them, which "
-            f"they are to predict. {hint}, or set task.name to `{classification.NAME}`."
-        )
-
-
 def check_isolation(backend: Backend, model: nn.Module, recipe: Recipe) -> None:
     """Verifies on the prepared model that a packed document is computed as if it were alone.
 
     Raises:
         BackendError: If it is not.
     """
-    scores, who = _scores(backend, model), _name(model)
-    found = causal_checks.sees_documents(_inner(model), scores, backend.device, recipe.data.sequence_length)
-    other = "" if recipe.model.attention == "auto" else _OTHER_ATTENTION
+    scores, who = partial(_scores, backend, model), _name(model)
+    found = causal_lm.sees_documents(_inner(model), scores, backend.device, recipe.data.sequence_length)
+    change = "Set data.packing to `padded` (one document a row) or `wrapped` (no isolation wanted)"
+    if recipe.model.attention != "auto":
+        change += ", or model.attention to `auto`, which takes what keeps them apart where the architecture can"
     leak = backend.all_reduce_max(next(found)).item()
-    if leak > causal_checks.seen_tolerance(backend.precision):
+    if leak > causal_lm.tolerances(backend.precision)[0]:
         raise BackendError(
             f"Documents packed into one row see each other in {who}: a change in one moves the other's scores by "
-            f"{leak:.2g} of the largest. Set data.packing to `padded` (one document a row) or `wrapped` (no isolation "
-            f"wanted){other}."
+            f"{leak:.2g} of the largest. {change}."
         )
     off = max((backend.all_reduce_max(apart).item() for apart in found), default=0.0)
-    if off > causal_checks.alone_tolerance(backend.precision):
+    if off > causal_lm.tolerances(backend.precision)[1]:
         raise BackendError(
             f"A document packed into a row behind another is not computed as it is alone in {who}: its scores are off "
-            f"by {off:.2g} of the largest, as where positions do not restart, or count from another number than 0. Set "
-            f"data.packing to `padded` or `wrapped`{other}."
+            f"by {off:.2g} of the largest, as where positions do not restart, or count from another number than 0. "
+            f"{change}."
         )
 
 
-def _scores(backend: Backend, model: nn.Module) -> causal_checks.Scores:
-    """Scores of the prepared model, which must be finite."""
-
-    def scores(batch: Batch, forward: Callable[[nn.Module, Batch], torch.Tensor]) -> torch.Tensor:
-        with evaluation.without_training(model), _by_name(model):
-            (result,) = backend.evaluate_batches(model, forward, [batch])
-        found = result.float()
-        spoilt = (~found.isfinite().all()).float().reshape(1)
-        if backend.all_reduce_max(spoilt).item():
-            raise BackendError(
-                "The network's scores are not finite before the first step, so that nothing can be verified. Look for "
-                "numbers in its weights that are not finite, or set precision to `fp32`."
-            )
-        return found
-
-    return scores
+def _scores(
+    backend: Backend, model: nn.Module, batch: Batch, forward: Callable[[nn.Module, Batch], torch.Tensor]
+) -> torch.Tensor:
+    """Returns scores of the prepared model in fp32, which must be finite."""
+    found = _evaluate(backend, model, forward, batch).float()
+    spoilt = (~found.isfinite().all()).float().reshape(1)
+    if backend.all_reduce_max(spoilt).item():
+        raise BackendError(
+            "The network's scores are not finite before the first step, so that nothing can be verified. Look for "
+            "numbers in its weights that are not finite, or set precision to `fp32`."
+        )
+    return found
 
 
 def check_loss(backend: Backend, model: nn.Module, recipe: Recipe) -> str:
@@ -168,11 +154,15 @@ def check_loss(backend: Backend, model: nn.Module, recipe: Recipe) -> str:
     inner = _inner(model)
     if inner is None or chunked_loss.loss_head(inner) is None:
         return "plain"
-    ids = causal_checks.ordinary_tokens(inner, min(64, recipe.data.sequence_length), backend.device)
+    ids = causal_lm.ordinary_tokens(inner, min(64, recipe.data.sequence_length), backend.device)
     batch = {"input_ids": ids, "targets": ids.roll(-1)}
-    with evaluation.without_training(model), sequence.whole_rows(model):
-        functions = (CAUSAL_LM.loss_sum, _plain_loss, _changes_behind_head)
-        fused, plain, changed = (next(backend.evaluate_batches(model, function, [batch])) for function in functions)
+
+    def plain_loss(network: nn.Module, batch: Batch) -> torch.Tensor:
+        return chunked_loss.plain_loss(causal_lm.causal_lm_logits(network, batch), batch["targets"])
+
+    with sequence.whole_rows(model):
+        functions = (causal_lm.CAUSAL_LM.loss_sum, plain_loss, _changes_behind_head)
+        fused, plain, changed = (_evaluate(backend, model, function, batch) for function in functions)
     # All ranks must decide alike, though the last bits of their sums may not be the same.
     apart = backend.all_reduce_max(((fused - plain).abs() / plain.abs().clamp(min=1e-6)).reshape(1)).item()
     most = 1e-3 if backend.precision == "fp32" else 5e-2
@@ -199,18 +189,17 @@ def check_split(backend: Backend, model: nn.Module, data: DataSection) -> None:
     """
     parts = backend.mesh.size("sp")
     length = min(data.sequence_length, 16 * parts)
-    ids = causal_checks.ordinary_tokens(_inner(model), length, backend.device)
+    ids = causal_lm.ordinary_tokens(_inner(model), length, backend.device)
     batch = {"input_ids": ids, "targets": ids.roll(-1)}
     if data.packing == "documents":
         begins = sorted({0, length // 3, 2 * length // 3})
         lengths = torch.tensor([*begins, length], device=backend.device)
         positions = torch.cat([torch.arange(int(count), device=backend.device) for count in lengths.diff()])
         batch |= {"position_ids": positions[None], "cu_seqlens": lengths.int()}
-    with evaluation.without_training(model), _by_name(model):
-        (part,) = backend.evaluate_batches(model, CAUSAL_LM.loss_sum, [batch])
-        with sequence.whole_rows(model):
-            (whole,) = backend.evaluate_batches(model, CAUSAL_LM.loss_sum, [batch])
-    apart, most = _apart(backend, part, whole.item())
+    part = _evaluate(backend, model, causal_lm.CAUSAL_LM.loss_sum, batch)
+    with sequence.whole_rows(model):
+        whole = _evaluate(backend, model, causal_lm.CAUSAL_LM.loss_sum, batch).item()
+    apart, most = _apart(backend, part, whole)
     if not apart <= most:
         raise BackendError(
             f"Rows split over {parts} ranks are not computed as whole ones in {_name(model)}: the loss is off by "
@@ -241,19 +230,11 @@ def check_layers(backend: Backend, model: nn.Module, task: Task, data: TaskData,
 
 
 def _apart(backend: Backend, part: torch.Tensor, whole: float) -> tuple[float, float]:
-    """How far a row's loss that ranks compute together is from that of the whole row, and the most it may be.
-
-    Args:
-        part: The loss that this rank has computed of it.
-    """
+    """How far the sum of the ranks' parts of a row's loss is from that of the whole row, and the most it may be."""
     here = part.double().reshape(1)
     counted = here if backend.mesh.counts_loss else torch.zeros_like(here)
     found = backend.all_reduce_sum(counted).item() / backend.mesh.data_size
     return abs(found - whole) / max(abs(whole), 1e-6), 1e-5 if backend.precision == "fp32" else 5e-2
-
-
-def _plain_loss(network: nn.Module, batch: Batch) -> torch.Tensor:
-    return chunked_loss.plain_loss(causal_lm_logits(network, batch), batch["targets"])
 
 
 def _changes_behind_head(network: nn.Module, batch: Batch) -> torch.Tensor:
@@ -265,7 +246,7 @@ def _changes_behind_head(network: nn.Module, batch: Batch) -> torch.Tensor:
     assert head is not None
     head.plants = True
     try:
-        found = causal_lm_logits(network, batch)
+        found = causal_lm.causal_lm_logits(network, batch)
     finally:
         head.plants = False
     planted, head.planted = head.planted, None

@@ -2,13 +2,14 @@
 
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from finetune.planning.communication_volume import COLLECTIVES
+from finetune.distributed.strategies.prediction import COLLECTIVES
 from finetune.utils.atomic_files import write_json
 from finetune.utils.errors import RecipeError
 
@@ -37,7 +38,7 @@ class Profiler:
         self._begin = first + _WARM_STEPS
         self._end = self._begin + steps
         self._profile: Any = None
-        self._span: Any = None
+        self._span = ExitStack()
 
     def before(self, step: int) -> None:
         """Called as a step begins."""
@@ -50,15 +51,14 @@ class Profiler:
         """The time from here to the next mark belongs to a phase."""
         if self._profile is None:
             return
-        self._close_span()
-        self._span = torch.profiler.record_function(f"finetune: {phase}")
-        self._span.__enter__()
+        self._span.close()
+        self._span.enter_context(torch.profiler.record_function(f"finetune: {phase}"))
 
     def after(self, step: int) -> dict[str, Any] | None:
         """Called when a step is taken; the table, once it is the last one."""
         if self._profile is None or step + 1 < self._end:
             return None
-        self._close_span()
+        self._span.close()
         taken, self._profile = self._profile, None
         taken.stop()
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -66,11 +66,6 @@ class Profiler:
         found = by_phase(taken.events(), self._end - self._begin)
         write_json(self._folder / f"rank-{self._rank}.table.json", found)
         return found
-
-    def _close_span(self) -> None:
-        if self._span is not None:
-            self._span.__exit__(None, None, None)
-            self._span = None
 
 
 def by_phase(events: Iterable[Any], steps: int) -> dict[str, Any]:
@@ -105,7 +100,7 @@ def by_phase(events: Iterable[Any], steps: int) -> dict[str, Any]:
     }
 
 
-def table(found: dict[str, Any]) -> str:
+def phase_table(found: dict[str, Any]) -> str:
     """Formats the same for people."""
     phases: dict[str, float] = found["phases_ms"]
     whole = sum(phases.values()) or 1.0

@@ -1,40 +1,44 @@
-"""Reports steps: loss, gradient norm, rates, times and MFU; profiles; steps that were skipped."""
+"""Reports steps: loss, gradient norm, rates, times, MFU, profiles, steps that were skipped; and their peak memory."""
 
 import math
+from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
+from finetune.config.recipe_schema import Recipe
+from finetune.distributed import device_selection
+from finetune.distributed.backend import Backend
 from finetune.monitoring.flops import peak_flops
-from finetune.monitoring.metrics import peak_memory_gib
+from finetune.monitoring.metrics import peak_memory_gib, warn
 from finetune.monitoring.step_all_reduce import StepOutput
+from finetune.planning.model_shapes import kind_of
+from finetune.planning.planner import Peak, add_peak, candidates_of
 from finetune.training import profiler
 from finetune.training.run import BuiltRun
 from finetune.utils.compat import torch_private
+from finetune.utils.platforms import peak_bytes
+
+# The optimiser's state is there by the second step. Later ones take the same, and checkpoints and evaluations come in.
+_PEAK_STEPS = 2
 
 
 def log_step(run: BuiltRun, lr: float, output: StepOutput) -> dict[str, Any] | None:
-    """Shows that a step is done, and on log steps writes and returns its metrics; every rank must call it."""
-    step = run.state.step
-    due = step % run.recipe.log.every_steps == 0 or step in (1, run.length.num_steps)
-    values = step_metrics(run, lr, output) if due else None
-    if values is not None:
-        run.reporter.log(values)
-        run.results["train_loss"] = values["loss"] if math.isfinite(values["loss"]) else None
-        run.results.setdefault("first_loss", values["loss"])
-        run.state.recent_losses.append((step, values["loss"]))
-    run.reporter.step(step, values)
-    return values
+    """Shows that a step is done, and on log steps writes and returns its metrics; every rank must call it.
 
-
-def step_metrics(run: BuiltRun, lr: float, output: StepOutput) -> dict[str, Any]:
-    """Reads a step's figures from the device; rates and times are of the steps since the last log."""
+    The figures are read from the device; rates and times are of the steps since the last log.
+    """
     backend, state, before = run.backend, run.state, run.state.last_log
+    if state.step % run.recipe.log.every_steps and state.step not in (1, run.length.num_steps):
+        run.reporter.step(state.step, None)
+        return None
     run.timer.mark("other")
     split = run.timer.totals()
     split.pop("aside", None)  # evaluation and samples are no part of a step
     here = output.losses.double().sum().reshape(1)
     loss_sum = backend.all_reduce_sum(here if backend.mesh.counts_loss else torch.zeros_like(here)).item()
+    loss = loss_sum / max(1.0, output.sync.read()[0])
     state.log_here()
     steps, seconds = state.step - before.step, max(sum(split.values()), 1e-9)
     # None of the steps since the last line tells a rate if all of them were compiled meanwhile.
@@ -45,10 +49,10 @@ def step_metrics(run: BuiltRun, lr: float, output: StepOutput) -> dict[str, Any]
     def per_step(*phases: str) -> float | None:
         return sum(split.get(phase, 0.0) for phase in phases) / steps if steps else None
 
-    return {
+    values = {
         "step": state.step,
         "epoch": run.feed.epoch(state.step),
-        "loss": loss_sum / max(1.0, output.sync.read()[0]),
+        "loss": loss,
         "lr": lr,
         "grad_norm": output.norm.read()[0],
         "tokens": int(state.last_log.tokens),
@@ -63,6 +67,12 @@ def step_metrics(run: BuiltRun, lr: float, output: StepOutput) -> dict[str, Any]
         "skipped_steps": run.nonfinite.counts["nonfinite"],
         "overflows": run.nonfinite.counts["overflow"],
     }
+    run.reporter.log(values)
+    run.results["train_loss"] = loss if math.isfinite(loss) else None
+    run.results.setdefault("first_loss", loss)
+    state.recent_losses.append((state.step, loss))
+    run.reporter.step(state.step, values)
+    return values
 
 
 def look_at_profile(run: BuiltRun) -> None:
@@ -70,7 +80,7 @@ def look_at_profile(run: BuiltRun) -> None:
     if run.profiler is not None:
         found = run.profiler.after(run.state.step - 1)
         if found is not None:
-            run.reporter.say(f"profile of {found['steps']} steps:\n{profiler.table(found)}")
+            run.reporter.say(f"profile of {found['steps']} steps:\n{profiler.phase_table(found)}")
     if run.recipe.model.compile and (count := torch_private.num_compiled_graphs()) > run.state.compiled_graphs:
         # The time of a step that compiled says nothing of the next.
         run.timer.totals()
@@ -87,11 +97,72 @@ def check_nonfinite(run: BuiltRun, output: StepOutput | None) -> None:
     incident = run.nonfinite.check(output)
     if incident is None:
         return
-    run.checkpoints.incident(incident)
+    run.checkpoints.note_incident(incident)
     counts = ", ".join(f"{count} {kind}" for kind, count in run.nonfinite.counts.items() if count)
     run.reporter.warn(
         f"step {incident['step']} was skipped on all ranks: {incident['kind']} (skipped so far: {counts})"
     )
     if incident["fatal"]:
         run.checkpoints.finish()
-        raise run.nonfinite.diverged(incident, run.checkpoints.newest())
+        raise run.nonfinite.diverged(incident, run.checkpoints.newest_address())
+
+
+class PeakMemoryMonitor:
+    """Measures the peak memory of the first steps.
+
+    Resident memory is all that a CPU has, so what was held before them is taken off, but for the weights (`held`, in
+    bytes).
+    """
+
+    def __init__(self, backend: Backend, held: int) -> None:
+        self._backend, self._left, self._peak = backend, _PEAK_STEPS, 0
+        self._on_gpu = backend.device.type == "cuda"
+        if self._on_gpu:
+            torch.cuda.reset_peak_memory_stats(backend.device)
+            return
+        self._base = psutil.Process().memory_info().rss - held
+        try:
+            # The peak is counted from here. Source: the kernel's documentation of /proc/PID/clear_refs.
+            Path("/proc/self/clear_refs").write_text("5")
+        except OSError:
+            self._left = 0  # not on this system: nothing can be said
+
+    def step_taken(self) -> None:
+        """Measures the peak, if this is one of the first steps."""
+        if self._left:
+            self._left -= 1
+            device = self._backend.device
+            self._peak = torch.cuda.max_memory_allocated(device) if self._on_gpu else peak_bytes() - self._base
+
+    def compare(self, recipe: Recipe) -> dict[str, Any] | None:
+        """Compares the peak of the rank that held the most with what a plan predicts; every rank must call it.
+
+        Rank 0 writes both down for the plans to come, and gets the figures for `run.json`, if something was measured.
+        """
+        backend = self._backend
+        seen = torch.tensor([float(self._peak)], dtype=torch.float64, device=backend.device)
+        measured = int(backend.all_reduce_max(seen).item())
+        if not (measured and backend.is_main):
+            return None
+        what, predicted = "allocated" if self._on_gpu else "resident", None
+        # Networks are counted here alone: none may be shared out among the ranks while it is built.
+        with backend.loading(pretrained=False):
+            candidate_of = candidates_of(recipe, backend.launch, device_selection.available_memory())
+            found = candidate_of(recipe.batch.rows) if candidate_of is not None else None
+        if found is not None and found.parts is not None and not found.reason:
+            # A CPU has no other place for what is kept in host memory.
+            predicted = found.peak + (0 if self._on_gpu else found.host)
+            peak = Peak(
+                device=device_selection.device_identity()["device"],
+                of=what,
+                launch=backend.launch.kind,
+                kind=kind_of(recipe),
+                processes=backend.world_size,
+                predicted=predicted,
+                measured=measured,
+            )
+            try:
+                add_peak(Path(recipe.data.cache_dir), peak)
+            except OSError as error:
+                warn(f"The measured peak is not kept for later plans: {recipe.data.cache_dir}: {error.strerror}.")
+        return {"of": what, "measured": measured, "predicted": predicted}

@@ -123,7 +123,16 @@ class WeightCheck:
         if first:
             self._reporter.say(f"weights: {found.line()}")
         if found.unmoved and (first or last):
-            self._reporter.warn(_unmoved(found))
+            why = (
+                "They had no gradient (experts that no token reached, parts that the loss does not use), or steps so "
+                "small that they are lost in rounding"
+            )
+            if taken == 1 and all("lora_A" in name for name in found.unmoved):
+                why = "They cannot move in the first step, in which the other factor of the adapter is zero"
+            self._reporter.warn(
+                f"{len(found.unmoved)} of {len(found.trained)} trained tensors have not moved in {_steps(taken)}: "
+                f"{brief_list(found.unmoved, 3)}. {why}."
+            )
         # Once all have moved, the end is looked at alone.
         self._due = 2 * max(self._due, taken) if found.unmoved else 1 << 62
 
@@ -132,24 +141,25 @@ def compare_weights(
     held: list[Held], places: torch.Tensor, before: torch.Tensor, now: torch.Tensor, step: int, taken: int
 ) -> Movement:
     """Compares weights by their digests from before and now: (ranks, tensors) each."""
-    moved = (before != now).any(0).tolist()
+    trained: dict[str, bool] = {}
+    frozen: dict[str, bool] = {}
     parted = []
-    for column, one in enumerate(held):
-        seen: dict[int, int] = {}
-        pairs = zip(places[:, column].tolist(), now[:, column].tolist(), strict=True)
-        if any(seen.setdefault(place, number) != number for place, number in pairs):
-            parted.append(one.name)
     # A tensor may be held twice, as a master and as the copy that is computed with: both have to move.
-    unmoved = {one.name for one, has in zip(held, moved, strict=True) if one.trained and not has}
-    changed = {one.name for one, has in zip(held, moved, strict=True) if not one.trained and has}
-    trained, frozen = (dict.fromkeys(one.name for one in held if one.trained is kind) for kind in (True, False))
+    for column, (one, moved) in enumerate(zip(held, (before != now).any(0).tolist(), strict=True)):
+        if one.trained:
+            trained[one.name] = moved and trained.get(one.name, True)
+        else:
+            frozen[one.name] = moved or frozen.get(one.name, False)
+        copies = set(zip(places[:, column].tolist(), now[:, column].tolist(), strict=True))
+        if len(copies) > len({place for place, _ in copies}):
+            parted.append(one.name)
     return Movement(
         step=step,
         taken=taken,
         trained=tuple(trained),
-        unmoved=tuple(name for name in trained if name in unmoved),
+        unmoved=tuple(name for name, moved in trained.items() if not moved),
         frozen=tuple(frozen),
-        changed=tuple(name for name in frozen if name in changed),
+        changed=tuple(name for name, moved in frozen.items() if moved),
         parted=tuple(dict.fromkeys(parted)),
         ranks=len(before),
     )
@@ -182,20 +192,6 @@ def check_movement(found: Movement, *, nothing_moves: bool) -> None:
             f"None of the {len(found.trained)} trained tensors has moved in {_steps(found.taken)}: nothing is trained. "
             "Either no gradient reaches them, or optim.lr is so small that a step is lost in rounding."
         )
-
-
-def _unmoved(found: Movement) -> str:
-    lone = found.taken == 1 and all("lora_A" in name for name in found.unmoved)
-    why = (
-        "They cannot move in the first step, in which the other factor of the adapter is zero"
-        if lone
-        else "They had no gradient (experts that no token reached, parts that the loss does not use), or steps so "
-        "small that they are lost in rounding"
-    )
-    return (
-        f"{len(found.unmoved)} of {len(found.trained)} trained tensors have not moved in {_steps(found.taken)}: "
-        f"{brief_list(found.unmoved, 3)}. {why}."
-    )
 
 
 def _steps(count: int) -> str:

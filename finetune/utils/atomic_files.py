@@ -17,8 +17,6 @@ import xxhash
 
 from finetune.utils import json_files
 
-_CHUNK = 1 << 22
-
 # What `flock` says on a file system without locks: Lustre mounted without `flock`, NFS without a lock daemon.
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
@@ -99,8 +97,7 @@ def lock_file(folder: Path, name: str) -> tuple[Path, str | None]:
     Raises:
         OSError: If the folder cannot be written.
     """
-    reason = why_unlockable(folder)
-    if reason is None:
+    if (reason := why_unlockable(folder)) is None:
         return folder / name, None
     key = digest_of(str(folder.resolve() / name))[:16]
     return Path(tempfile.gettempdir()) / f"finetune-{os.getuid()}-{key}.lock", reason
@@ -118,19 +115,22 @@ def remove_path(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def follow_umask(folder: Path) -> None:
-    """Gives all files below a folder the mode that the umask asks for; some libraries write theirs as 0600.
+def sync_files(folder: Path) -> None:
+    """Returns once all files below a folder are on the disk, with the mode that the umask asks for.
+
+    Some libraries write theirs as 0600.
 
     Args:
         folder: One that this process has made, so that its own mode tells the umask.
 
     Raises:
-        OSError: If a mode cannot be changed.
+        OSError: If they cannot be written there.
     """
     mode = folder.stat().st_mode & 0o666
-    for path in folder.rglob("*"):
+    for path in sorted(folder.rglob("*")):
         if path.is_file() and not path.is_symlink():
             path.chmod(mode)
+            sync_to_disk(path)
 
 
 def file_digest(path: Path) -> str:
@@ -164,12 +164,8 @@ class Journal:
         self._written: BinaryIO | None = None  # keeps what was written, be it deleted
         self._end: int | None = None  # where the last whole line ends
         self._waiting: list[bytes] = []
-        self._failing = False
-
-    @property
-    def failing(self) -> bool:
+        self.failing = False
         """True if the last write failed."""
-        return self._failing
 
     def add(self, value: dict[str, Any]) -> None:
         """Adds a line, which the next flush writes."""
@@ -193,14 +189,14 @@ class Journal:
                 self._written, self._end = None, None
             self._end = self._write(b"".join(self._waiting), to_disk)
         except OSError as error:
-            first, self._failing = not self._failing, True
+            first, self.failing = not self.failing, True
             return f"{self._path}: {error.strerror or error}" if first else None
-        self._waiting, self._failing = [], False
+        self._waiting, self.failing = [], False
         return None
 
     def close(self) -> str | None:
         """Writes the lines that wait, for the last time; returns why some of them are lost."""
-        self._failing = False
+        self.failing = False
         return self.flush(to_disk=True) if self._waiting or self._deleted() else None
 
     def _deleted(self) -> bool:
@@ -215,7 +211,11 @@ class Journal:
         handle = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW | (os.O_CREAT if self._end is None else 0), 0o666)
         try:
             size = os.lseek(handle, 0, os.SEEK_END)
-            end = _end_of_lines(handle, size) if self._end is None else min(size, self._end)
+            if self._end is None:
+                with open(handle, "rb", closefd=False) as lines:
+                    lines.seek(0)
+                    self._end = sum(len(line) for line in lines if line.endswith(b"\n"))
+            end = min(size, self._end)
             if size > end:
                 os.ftruncate(handle, end)  # what a crash, or a write that failed, left of a line
             self._end = end
@@ -241,17 +241,6 @@ def device_of(path: Path) -> int:
     while not folder.exists() and folder.parent != folder:
         folder = folder.parent
     return folder.stat().st_dev
-
-
-def _end_of_lines(handle: int, size: int) -> int:
-    """Returns the offset at which the last whole line ends."""
-    while size > 0:
-        start = max(0, size - _CHUNK)
-        found = os.pread(handle, size - start, start).rfind(b"\n")
-        if found >= 0:
-            return start + found + 1
-        size = start
-    return 0
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -80,11 +80,8 @@ def is_cached(env: Mapping[str, str], kind: str, name: str) -> bool:
     Source: huggingface_hub's layout, `models--OWNER--NAME/snapshots/COMMIT`.
     """
     home = Path(env.get("HF_HOME", Path(env.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "huggingface"))
-    folder = Path(
-        env.get("HF_HUB_CACHE", env.get("HUGGINGFACE_HUB_CACHE", home / "hub")),
-        f"{kind}--{name.replace('/', '--')}",
-        "snapshots",
-    )
+    cache = Path(env.get("HF_HUB_CACHE", env.get("HUGGINGFACE_HUB_CACHE", home / "hub")))
+    folder = cache / f"{kind}--{name.replace('/', '--')}" / "snapshots"
     return folder.is_dir() and any(folder.iterdir())
 
 

@@ -5,6 +5,7 @@ import importlib.util
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -35,15 +36,11 @@ def import_object(path: str, key: str) -> Any:
     try:
         if not place.endswith(".py") and (here := str(Path.cwd())) not in sys.path:
             sys.path.append(here)  # a command that is installed does not look there by itself
-        found: Any = _module_of(Path(place)) if place.endswith(".py") else importlib.import_module(place)
-        for part in name.split("."):
-            found = getattr(found, part)
+        return attrgetter(name)(_module_of(Path(place)) if place.endswith(".py") else importlib.import_module(place))
     except (ImportError, AttributeError, OSError, ValueError) as error:
         raise RecipeError(
-            f"{key}: cannot import '{path}': {error}. It is read as package.module:object, from the working directory "
-            "and the installed packages, or as file.py:object."
+            f"{key}: cannot import '{path}': {error}. It is read as package.module:object or as file.py:object."
         ) from error
-    return found
 
 
 def _module_of(file: Path) -> ModuleType:
@@ -68,12 +65,12 @@ def _module_of(file: Path) -> ModuleType:
 def name_of(thing: Any) -> str | None:
     """Returns the name by which another process can import a function or class; None if it has none."""
     module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", None)
-    if not isinstance(module, str) or not isinstance(name, str) or "<" in name:
+    if not isinstance(module, str) or not isinstance(name, str):
         return None
-    found: Any = sys.modules.get(module)
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    if found is not thing:
+    try:
+        if attrgetter(name)(sys.modules.get(module)) is not thing:
+            return None
+    except AttributeError:  # one of a function's own, such as a lambda
         return None
     if module != "__main__":
         return f"{module}:{name}"

@@ -43,7 +43,12 @@ def parse(content: str | bytes, *, pairs: Callable[[list[tuple[str, Any]]], Any]
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     if text.count("[") + text.count("{") > _DEEPEST:
-        _check_depth(value)
+        level = [value]
+        for _ in range(_DEEPEST):
+            parts = (part.values() if isinstance(part, dict) else part for part in level)
+            level = [inner for part in parts for inner in part if isinstance(inner, (dict, list))]
+        if level:
+            raise ValueError("it is nested too deeply")
     return value
 
 
@@ -86,13 +91,3 @@ def shape_mismatch(value: Any, shape: Shape, needed: Collection[str] = (), *, na
     prefix = "" if name == "it" else f"{name}: "
     found = (shape_mismatch(part, wanted, name=f"{prefix}{key}") for key, part, wanted in inner)
     return next((problem for problem in found if problem is not None), None)
-
-
-def _check_depth(value: Any) -> None:
-    level = [value]
-    for _ in range(_DEEPEST):
-        parts = (part.values() if isinstance(part, dict) else part for part in level)
-        level = [inner for part in parts for inner in part if isinstance(inner, (dict, list))]
-        if not level:
-            return
-    raise ValueError("it is nested too deeply")

@@ -15,6 +15,9 @@ _EVERY_S = 0.5
 # How a command line names Accelerate's command, installed or as a module.
 _ACCELERATE = ("accelerate", "accelerate_cli.py", "accelerate.commands.accelerate_cli")
 
+# The module of this toolkit's own launcher.
+_OWN = "finetune.distributed.launch.launcher"
+
 # The launchers of others, by the name of the command or of the module.
 _LAUNCHERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch", "mpirun", "mpiexec", "deepspeed")
 
@@ -33,7 +36,6 @@ def record_parent() -> None:
 
 def _command_line() -> list[str]:
     """Returns the command line of the parent; empty if it cannot be read, or is only that of a launcher's fork."""
-    # A worker that is a fork of its launcher has its line, and launches nothing itself.
     if os.environ.get(FORK) == str(os.getppid()):
         return []
     try:
@@ -48,29 +50,23 @@ record_parent()
 
 def accelerate_arguments() -> list[str] | None:
     """Returns the arguments of `accelerate launch` or `finetune launch`, if that is the parent of this process."""
-    found = _launch(_command_line())
-    return None if found is None else found[1]
+    return _launch(_command_line())[1]
 
 
 def is_own_launcher() -> bool:
     """Tells if `finetune launch` started this process."""
-    found = _launch(_line)
-    return found is not None and found[0] == "finetune.distributed.launch.launcher"
+    return _launch(_line)[0] == _OWN
 
 
-def _launch(line: list[str]) -> tuple[str, list[str]] | None:
-    """Returns the word of a command line that shows a launch by Accelerate, and the arguments after it."""
+def _launch(line: list[str]) -> tuple[str, list[str] | None]:
+    """Returns the word of a command line that shows a launch by Accelerate, and the arguments after it, if any does."""
     for index, word in enumerate(line):
         name, rest = Path(word).name, line[index + 1 :]
-        if (
-            name == "accelerate-launch"
-            or word.endswith("accelerate/commands/launch.py")
-            or word == "finetune.distributed.launch.launcher"
-        ):
+        if name == "accelerate-launch" or word.endswith("accelerate/commands/launch.py") or word == _OWN:
             return word, rest
         if name in _ACCELERATE and rest[:1] == ["launch"]:
             return word, rest[1:]
-    return None
+    return "", None
 
 
 def is_launcher() -> bool:
@@ -78,7 +74,7 @@ def is_launcher() -> bool:
 
     A shell is no launcher: a user who starts a process by hand and logs out wants it to continue.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ or _launch(_line) is not None:
+    if "TORCHELASTIC_RUN_ID" in os.environ or _launch(_line)[0]:
         return True
     return any(Path(word).name in _LAUNCHERS or word.startswith("deepspeed.launcher.") for word in _line[:4])
 

@@ -1,6 +1,7 @@
 """Files that ship with the package: launch files, the configs that they name, recipes, and the tested versions."""
 
 import os
+from functools import partial
 from pathlib import Path
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -25,16 +26,6 @@ def launch_folder() -> Path:
     return here if here.is_dir() else shipped_path(LAUNCH_FILES)
 
 
-def launch_file(word: str) -> str:
-    """Returns the path of a launch file: `word` itself, or that name in ./accelerate_configs, or the shipped one."""
-    return _find(LAUNCH_FILES, word)
-
-
-def recipe_file(word: str) -> str:
-    """Returns the path of a recipe: `word` itself, or that name in ./recipes, or the shipped one."""
-    return _find(RECIPES, word)
-
-
 def _find(folder: str, word: str) -> str:
     word = os.path.expanduser(word)
     # Whoever reads the file says that there is none.
@@ -42,3 +33,9 @@ def _find(folder: str, word: str) -> str:
         return word
     places = (Path(folder) / f"{word}.yaml", shipped_path(folder) / f"{word}.yaml")
     return next((str(file) for file in places if file.is_file()), word)
+
+
+launch_file = partial(_find, LAUNCH_FILES)
+"""Returns the path of a launch file: a word itself, or that name in ./accelerate_configs, or the shipped one."""
+recipe_file = partial(_find, RECIPES)
+"""Returns the path of a recipe: a word itself, or that name in ./recipes, or the shipped one."""

@@ -1,5 +1,6 @@
-"""Signals that ask a process to end, and the line that it prints when one has ended it."""
+"""Signals that ask a process to end, the line that it prints then, and output that nobody reads any more."""
 
+import io
 import os
 import signal
 import sys
@@ -39,19 +40,13 @@ def interrupter() -> Callable[[int, Any], None]:
     def interrupt(number: int, frame: FrameType | None) -> None:
         if not asked or time.monotonic() - asked[-1] > SAME_REQUEST_S:
             asked.append(time.monotonic())
-            if _is_importing(frame):
+            while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
+                frame = frame.f_back
+            if frame is not None:
                 _end(Interrupted(number))
             raise Interrupted(number)
 
     return interrupt
-
-
-def _is_importing(frame: FrameType | None) -> bool:
-    while frame is not None:
-        if frame.f_code.co_filename.startswith("<frozen importlib"):
-            return True
-        frame = frame.f_back
-    return False
 
 
 @contextmanager
@@ -135,24 +130,20 @@ def ended_within(patience_s: float) -> Iterator[None]:
             over.set()
 
 
-def exit_code(error: KeyboardInterrupt) -> int:
-    """Returns the exit code that a shell has for a process that such a signal has ended."""
-    return 128 + getattr(error, "number", signal.SIGINT)
-
-
 def say_interrupted(error: KeyboardInterrupt) -> int:
     """Prints in one line which signal has ended this process, and the notes of the error; once for each launch.
 
     Returns:
-        The exit code.
+        The exit code that a shell has for a process that such a signal has ended.
     """
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        return exit_code(error)
-    name = "Ctrl-C" if exit_code(error) == 128 + signal.SIGINT else str(error)
+    number: int = getattr(error, "number", signal.SIGINT)
+    name = "Ctrl-C" if number == signal.SIGINT else str(error)
     # Whoever closed the terminal does not read it, and who asks twice does not want to.
     with suppress(OSError, KeyboardInterrupt):
-        print("\n" + " ".join([f"Stopped by {name}.", *getattr(error, "__notes__", [])]), file=sys.stderr, flush=True)
-    return exit_code(error)
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            said = " ".join([f"Stopped by {name}.", *getattr(error, "__notes__", [])])
+            print(f"\n{said}", file=sys.stderr, flush=True)
+    return 128 + number
 
 
 def say_interrupts_in_one_line() -> None:
@@ -172,3 +163,39 @@ def _end(error: KeyboardInterrupt) -> NoReturn:
     with suppress(OSError, ValueError):
         sys.stdout.flush()
     os._exit(say_interrupted(error))
+
+
+class _Lenient(io.FileIO):
+    """A file that drops what it cannot write."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return len(data)
+
+
+def outlive_readers() -> None:
+    """Drops output that nobody can read any more, instead of ending the process.
+
+    A print fails when the terminal is closed (EIO), when the reader of a pipe has ended (EPIPE), and on a full disk.
+    Streams that a program or a notebook has put in place of Python's own stay as they are.
+    """
+    for name in ("stdout", "stderr"):
+        stream: Any = getattr(sys, name)
+        if stream is None or stream is not getattr(sys, f"__{name}__"):
+            continue
+        if isinstance(getattr(stream.buffer, "raw", stream.buffer), _Lenient):
+            continue
+        with suppress(OSError):
+            stream.flush()
+        file: Any = _Lenient(stream.fileno(), "w", closefd=False)
+        lenient = io.TextIOWrapper(
+            file if stream.write_through else io.BufferedWriter(file),
+            encoding=stream.encoding,
+            errors=stream.errors,
+            line_buffering=stream.line_buffering,
+            write_through=stream.write_through,
+        )
+        setattr(sys, name, lenient)
+        setattr(sys, f"__{name}__", lenient)

@@ -17,7 +17,14 @@ def temporary_folder() -> Iterator[Path]:
 
     A process holds a lock (`flock`) on its folder, which the system releases when it ends.
     """
-    _remove_left_over()
+    for left_over in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with suppress(OSError):  # another process has removed it, it is no folder, or its process is at work
+            held = os.open(left_over, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(left_over, ignore_errors=True)
+            finally:
+                os.close(held)
     made = tempfile.mkdtemp(prefix="finetune-new-")
     held = os.open(made, os.O_RDONLY)
     with suppress(OSError):  # where there are no locks, nothing is removed either
@@ -29,18 +36,3 @@ def temporary_folder() -> Iterator[Path]:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(held)
-
-
-def _remove_left_over() -> None:
-    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        try:
-            held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        except OSError:  # another process has removed it, or it is no folder
-            continue
-        try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)
-        except OSError:  # its process is at work
-            continue
-        finally:
-            os.close(held)

@@ -26,7 +26,7 @@ def texts(file: Path | None, count: int) -> list[str]:
 
 def tokenizer_folder(folder: Path, vocab: int, file: Path | None) -> Path:
     """A tokenizer of that many pieces or of `LARGEST_TOKENIZER`, trained on the stories; made if it is not there."""
-    from finetune.data.tokenization.build_tokenizer import train_tokenizer
+    from finetune.data.tokenization.tokenizer import train_tokenizer
 
     size = min(vocab, LARGEST_TOKENIZER)
     path = folder / f"tokenizer-{size}"

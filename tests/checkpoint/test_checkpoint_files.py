@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from inside import OneRank, copy, forge, forge_state, mlp, run_here
 
-from finetune.checkpoint import load_checkpoint
+from finetune.checkpoint import resume_point
 from finetune.checkpoint.checkpoint_store import LocalCheckpointStore
 from finetune.utils.errors import CheckpointError
 
@@ -39,13 +39,13 @@ def root(pristine: Path, tmp_path: Path) -> Path:
 def refusal(folder: Path) -> str:
     """Why a checkpoint is refused."""
     with pytest.raises(CheckpointError) as caught:
-        load_checkpoint.verify_on_all_ranks(LocalCheckpointStore(folder.parent), folder.name, OneRank())  # type: ignore[arg-type]
+        resume_point.verify_on_all_ranks(LocalCheckpointStore(folder.parent), folder.name, OneRank())  # type: ignore[arg-type]
     return str(caught.value)
 
 
 def found(root: Path) -> Path:
     """The checkpoint that a run resumes from."""
-    got = load_checkpoint.find_newest(LocalCheckpointStore(root), OneRank())  # type: ignore[arg-type]
+    got = resume_point.find_newest(LocalCheckpointStore(root), OneRank())  # type: ignore[arg-type]
     assert got is not None
     got.held.close()
     return Path(got.address)
@@ -250,10 +250,10 @@ def test_none_is_whole(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_there_is_none(tmp_path: Path) -> None:
     nowhere = LocalCheckpointStore(tmp_path / "nowhere")
-    assert load_checkpoint.find_newest(nowhere, OneRank()) is None  # type: ignore[arg-type]
+    assert resume_point.find_newest(nowhere, OneRank()) is None  # type: ignore[arg-type]
     (tmp_path / "step-12").mkdir()
     (tmp_path / "step-00000012.staging").mkdir()
-    assert load_checkpoint.find_newest(LocalCheckpointStore(tmp_path), OneRank()) is None  # type: ignore[arg-type]
+    assert resume_point.find_newest(LocalCheckpointStore(tmp_path), OneRank()) is None  # type: ignore[arg-type]
 
 
 def test_what_a_file_system_leaves_is_no_damage(root: Path) -> None:

@@ -9,8 +9,8 @@ from memory_store import MemoryCheckpointStore
 
 from finetune.checkpoint import checkpoint_store, integrity, row_ledger
 from finetune.checkpoint.checkpoint_store import CheckpointStore, open_store
-from finetune.checkpoint.retention import prune_checkpoints
 from finetune.checkpoint.run_history import read_run
+from finetune.checkpoint.save_checkpoint import prune_checkpoints
 
 pytestmark = pytest.mark.timeout(120)
 

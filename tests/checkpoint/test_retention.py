@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from inside import OneRank, mlp, run_here, stop_after
 
-from finetune.checkpoint import integrity, load_checkpoint
+from finetune.checkpoint import integrity, resume_point
 from finetune.checkpoint.checkpoint_store import UNSEALED, LocalCheckpointStore, name_of, step_of
-from finetune.checkpoint.retention import prune_checkpoints
+from finetune.checkpoint.save_checkpoint import prune_checkpoints
 from finetune.utils.errors import CheckpointError
 
 
@@ -139,7 +139,7 @@ def test_it_is_held_from_the_first_look_until_it_is_restored(tmp_path: Path) -> 
     for step in (1, 2):
         make(tmp_path, step)
     store = LocalCheckpointStore(tmp_path)
-    got = load_checkpoint.verify_on_all_ranks(store, "step-00000001", OneRank())  # type: ignore[arg-type]
+    got = resume_point.verify_on_all_ranks(store, "step-00000001", OneRank())  # type: ignore[arg-type]
     prune_checkpoints(LocalCheckpointStore(tmp_path), keep=1, best_by=None)
     assert left(tmp_path) == [2, 1]
     got.held.close()
@@ -154,7 +154,7 @@ def test_one_that_is_refused_is_let_go(tmp_path: Path) -> None:
     content = file.read_bytes()
     file.write_bytes(content.replace(b"0", b"1"))
     with pytest.raises(CheckpointError, match=r"state.json was changed"):
-        load_checkpoint.verify_on_all_ranks(LocalCheckpointStore(tmp_path), "step-00000001", OneRank())  # type: ignore[arg-type]
+        resume_point.verify_on_all_ranks(LocalCheckpointStore(tmp_path), "step-00000001", OneRank())  # type: ignore[arg-type]
     prune_checkpoints(LocalCheckpointStore(tmp_path), keep=1, best_by=None)
     assert left(tmp_path) == [2]
 

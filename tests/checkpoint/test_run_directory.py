@@ -20,7 +20,7 @@ from ranks import CONFIG
 from finetune.checkpoint import run_directory
 from finetune.data.prepared_cache import Cache
 from finetune.diagnostics.replay import replay_step
-from finetune.distributed.native_ops import native_ops
+from finetune.distributed import native_ops
 from finetune.export import export_weights
 from finetune.utils import atomic_files
 from finetune.utils.atomic_files import file_digest
@@ -201,7 +201,7 @@ def test_overwriting_that_was_cut_short_can_be_repeated(
 
     tree = mlp(directory, output={"overwrite": True}, length={"steps": 3})
     with monkeypatch.context() as patch:
-        patch.setattr(run_directory, "remove_path", cut)
+        patch.setattr(atomic_files, "remove_path", cut)
         with pytest.raises(Crash):
             run_here(tree)
     assert run_here(tree).steps == [1, 2, 3]

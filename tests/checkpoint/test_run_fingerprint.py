@@ -23,7 +23,7 @@ from finetune.config.recipe import validate_recipe
 from finetune.config.recipe_schema import Recipe
 from finetune.data.rows.row_order import RowOrder
 from finetune.tasks.task_lookup import find_task
-from finetune.tasks.training_length import measure_length
+from finetune.training.run import measure_length
 from finetune.utils import atomic_files
 from finetune.utils.errors import FinetuneError, RecipeError
 
@@ -319,7 +319,7 @@ def test_what_cannot_differ_cannot_be_allowed(folder: Path, name: str, close: st
     one = facts(folder, {})
     with pytest.raises(RecipeError, match=rf"resume\.allow: '{name}' is nothing that can differ") as caught:
         run_fingerprint.compare_identities(one, one, [name], place="")
-    assert close is None or f"Did you mean '{close}'?" in str(caught.value)
+    assert close is None or f"did you mean '{close}'?" in str(caught.value)
 
 
 # ---------------------------------------------------------------- the base's digest

@@ -13,7 +13,7 @@ import torch
 from inside import Done, at_step, mlp, run_here, stop_after
 from safetensors import safe_open
 
-from finetune.checkpoint import integrity, retention, snapshot
+from finetune.checkpoint import integrity, save_checkpoint, snapshot
 from finetune.checkpoint.checkpoint_store import sealed_name, step_of
 from finetune.checkpoint.integrity import NewFile
 from finetune.checkpoint.save_checkpoint import CheckpointWriter
@@ -165,7 +165,7 @@ def test_so_is_what_fails_later(tmp_path: Path, straight: Done, monkeypatch: pyt
 
     right: Callable[..., None] = lambda folder: None  # noqa: E731
     if where != "describe":
-        module, name = {"seal": (integrity, "seal_checkpoint"), "prune": (retention, "prune_checkpoints")}[where]
+        module, name = {"seal": (integrity, "seal_checkpoint"), "prune": (save_checkpoint, "prune_checkpoints")}[where]
         right = getattr(module, name)
         monkeypatch.setattr(module, name, fail)
     done = run_here(mlp(tmp_path / "run", checkpoint=ALL), describe if where == "describe" else None)

@@ -26,7 +26,7 @@ from finetune.utils.errors import RecipeError
 NAMED = """
 from pathlib import Path
 Path({ran!r}).touch()
-from finetune.optim.lars_lamb import LARS as Optimizer
+from finetune.optim.optimizers import LARS as Optimizer
 from finetune.tasks.causal_lm import CAUSAL_LM
 task, loss = CAUSAL_LM, CAUSAL_LM.loss_sum
 """

@@ -1,6 +1,7 @@
 """Conversations from recipe to rows: packed with masked targets, counted exactly, reported and refused."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from finetune.config import recipe_schema
 from finetune.config.recipe import dump_recipe, validate_recipe
 from finetune.data.chat.chat_templates import PLAIN
 from finetune.data.prepare import PreparedData, prepare_data
-from finetune.data.rows.row_dataset import IGNORED, TokenRows
+from finetune.data.rows.packed_rows import IGNORED, TokenRows
 from finetune.data.tokenization.memmap import MaskFile, pack_mask
 from finetune.tasks.causal_lm import CAUSAL_LM
 from finetune.tasks.task_lookup import BUILT_IN
@@ -263,7 +264,7 @@ def test_the_report_counts(folder: Path, tmp_path: Path) -> None:
         "2 conversations left out (nothing",
     ):
         assert part in text
-    assert json.loads(json.dumps(data.report.to_dict()))["train"]["chat"]["examples"] == 7
+    assert json.loads(json.dumps(asdict(data.report)))["train"]["chat"]["examples"] == 7
     # The same from the cache.
     again = prepared(folder, [source], sequence_length=100).report
     assert again.reused

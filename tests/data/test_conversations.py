@@ -9,8 +9,7 @@ import pytest
 
 from finetune.config.recipe import validate_recipe
 from finetune.data.prepare import prepare_data
-from finetune.data.synthetic.conversation_generator import ONE_WORD, SENTENCE, Chat, conversations
-from finetune.data.synthetic.story_generator import read_story_data
+from finetune.data.synthetic.story_generator import ONE_WORD, SENTENCE, Chat, conversations, read_story_data
 from finetune.utils.errors import DataError
 
 WORDS = read_story_data()["words"]

@@ -13,10 +13,9 @@ import pytest
 from harness import python
 
 from finetune.config.recipe_schema import Source
-from finetune.data.rows import packing
+from finetune.data.rows import packed_rows
 from finetune.data.sources import streams
-from finetune.data.sources.corpus import open_source
-from finetune.data.sources.documents import Rules, choose_texts
+from finetune.data.sources.corpus import Rules, choose_texts, open_source
 from finetune.data.sources.readers import Fields, read_file
 from finetune.data.synthetic import story_generator
 from finetune.utils.errors import DataError
@@ -122,12 +121,12 @@ def test_a_wrong_item_is_found_before_the_file_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("long_documents", ["split", "truncate"])
-def test_packing_takes_some_bytes_a_document(long_documents: packing.LongDocuments) -> None:
+def test_packing_takes_some_bytes_a_document(long_documents: packed_rows.LongDocuments) -> None:
     lengths = np.random.default_rng(0).integers(2, 1000, 200_000)
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     tracemalloc.start()
     try:
-        packing.pack_documents(offsets, 1024, long_documents)
+        packed_rows.pack_documents(offsets, 1024, long_documents)
         assert tracemalloc.get_traced_memory()[1] < 72 * lengths.size
     finally:
         tracemalloc.stop()

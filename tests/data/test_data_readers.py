@@ -27,8 +27,7 @@ from testdata import MADE, REAL
 from finetune.config.recipe_schema import Source
 from finetune.data.sources import streams
 from finetune.data.sources.conversation_formats import RecordForm, Tolerance
-from finetune.data.sources.corpus import open_source
-from finetune.data.sources.documents import Rules, choose_texts
+from finetune.data.sources.corpus import Rules, choose_texts, open_source
 from finetune.data.sources.readers import Fields, read_file
 from finetune.utils.errors import DataError
 

@@ -17,9 +17,9 @@ from finetune.data import prepared_cache
 from finetune.data.prepare import prepare_data
 from finetune.data.prepared_cache import STATE
 from finetune.data.progress_bar import Bar, documents_bar
-from finetune.data.synthetic import conversation_generator, story_generator
-from finetune.data.tokenization import encoding, token_shards
-from finetune.data.tokenization.split_writer import SplitWriter
+from finetune.data.synthetic import story_generator
+from finetune.data.tokenization import token_files, tokenizer
+from finetune.data.tokenization.token_files import SplitWriter
 from finetune.utils.atomic_files import digest_of
 from finetune.utils.errors import DataError
 
@@ -34,7 +34,7 @@ def texts(folder: Path, name: str, first: int, last: int) -> dict[str, Any]:
 
 
 def chats(folder: Path) -> dict[str, Any]:
-    records: list[dict[str, Any]] = [item._asdict() for item in conversation_generator.conversations(120)]
+    records: list[dict[str, Any]] = [item._asdict() for item in story_generator.conversations(120)]
     for number in (3, 50, 51, 110):
         records[number] = {"messages": [{"role": "nobody" if number != 50 else "user", "content": "x"}]}
     (folder / "chats.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -88,7 +88,7 @@ def tiny(folder: Path, *, quiet: bool = True) -> Any:
 
 def left_behind(folder: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> list[Path]:
     """What a build that ends behind its last document leaves."""
-    monkeypatch.setattr(token_shards, "SHARD_BYTES", 1)
+    monkeypatch.setattr(token_files, "SHARD_BYTES", 1)
     with monkeypatch.context() as patch:
 
         def stop(self: Any, *_: Any) -> None:
@@ -165,7 +165,7 @@ def test_the_bar_counts_what_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyP
     seen: list[tuple[int, int]] = []
     advance = Bar.advance
     monkeypatch.setattr(Bar, "advance", lambda self, *words: (seen.append(words), advance(self, *words))[1])
-    monkeypatch.setattr(encoding, "BATCH_DOCUMENTS", 7)
+    monkeypatch.setattr(tokenizer, "BATCH_DOCUMENTS", 7)
     trained = tiny(tmp_path / "c").tokenizer
     trained.save_pretrained(str(tmp_path / "t"))
     seen.clear()

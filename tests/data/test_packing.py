@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finetune.data.rows import packing
-from finetune.data.rows.packing import PackedRows
+from finetune.data.rows import packed_rows
+from finetune.data.rows.packed_rows import PackedRows
 
 Lengths = st.lists(st.integers(1, 60), min_size=1, max_size=60)
 
@@ -36,20 +36,20 @@ def within_documents(lengths: list[int]) -> list[int]:
 
 
 @settings(max_examples=200, deadline=None)
-@given(Lengths, st.integers(1, 40), st.sampled_from([packing.pack_documents, packing.pad_documents]))
+@given(Lengths, st.integers(1, 40), st.sampled_from([packed_rows.pack_documents, packed_rows.pad_documents]))
 def test_split_reads_every_pair_once(lengths: list[int], row_length: int, pack: object) -> None:
     packed = pack(offsets_of(lengths), row_length, "split")  # type: ignore[operator]
     assert sorted(pairs_of(packed)) == within_documents(lengths)
     assert all(0 < size <= row_length for size in row_sizes(packed))
-    assert packed.empty == sum(length < 2 for length in lengths)
-    assert packed.over_long == sum(length - 1 > row_length for length in lengths)
+    assert packed.counts["empty"] == sum(length < 2 for length in lengths)
+    assert packed.counts["over_long"] == sum(length - 1 > row_length for length in lengths)
 
 
 @settings(max_examples=100, deadline=None)
 @given(Lengths, st.integers(1, 40))
 def test_truncate_and_drop(lengths: list[int], row_length: int) -> None:
     offsets = offsets_of(lengths)
-    cut = packing.pack_documents(offsets, row_length, "truncate")
+    cut = packed_rows.pack_documents(offsets, row_length, "truncate")
     starts = dict(zip(cut.starts.tolist(), cut.lengths.tolist(), strict=True))
     kept = {
         start: min(length - 1, row_length)
@@ -57,20 +57,20 @@ def test_truncate_and_drop(lengths: list[int], row_length: int) -> None:
         if length > 1
     }
     assert starts == kept
-    assert cut.truncated == cut.over_long
-    dropped = packing.pack_documents(offsets, row_length, "drop")
-    assert dropped.dropped == dropped.over_long
+    assert cut.counts["truncated"] == cut.counts["over_long"]
+    dropped = packed_rows.pack_documents(offsets, row_length, "drop")
+    assert dropped.counts["dropped"] == dropped.counts["over_long"]
     assert dropped.starts.size == sum(2 <= length <= row_length + 1 for length in lengths)
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 200), st.integers(1, 40), st.booleans())
 def test_wrapped_cuts_the_stream(num_tokens: int, row_length: int, keep: bool) -> None:
-    packed = packing.wrap_stream(num_tokens, row_length, keep_remainder=keep)
+    packed = packed_rows.wrap_stream(num_tokens, row_length, keep_remainder=keep)
     rows, rest = divmod(max(0, num_tokens - 1), row_length)
     assert packed.num_rows == rows + (keep and rest > 0)
     assert pairs_of(packed) == list(range(rows * row_length + (rest if keep else 0)))
-    assert packed.remainder_rows == (rest > 0 and not keep)
+    assert packed.counts["remainder_rows"] == (rest > 0 and not keep)
 
 
 def plain_best_fit(lengths: list[int], room: int) -> list[int]:
@@ -88,18 +88,18 @@ def plain_best_fit(lengths: list[int], room: int) -> list[int]:
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.integers(1, 30), max_size=120), st.integers(30, 64))
 def test_counting_is_exactly_best_fit_decreasing(lengths: list[int], room: int) -> None:
-    rows = packing.best_fit_decreasing(np.array(lengths, np.int64), room)
+    rows = packed_rows.best_fit_decreasing(np.array(lengths, np.int64), room)
     used = np.bincount(rows, weights=lengths) if lengths else np.array([])
     assert sorted((room - used).astype(int).tolist()) == plain_best_fit(lengths, room)
 
 
 def test_a_million_documents_take_no_time() -> None:
     lengths = np.clip(np.random.default_rng(0).lognormal(5.2, 0.5, 1_000_000), 1, 1024).astype(np.int64)
-    rows = packing.best_fit_decreasing(lengths, 1024)
+    rows = packed_rows.best_fit_decreasing(lengths, 1024)
     assert np.bincount(rows, weights=lengths).max() <= 1024
     assert lengths.sum() / ((rows.max() + 1) * 1024) > 0.99
 
 
 @pytest.mark.parametrize("mode", ["split", "truncate", "drop"])
-def test_no_documents_make_no_rows(mode: packing.LongDocuments) -> None:
-    assert packing.pack_documents(offsets_of([1, 1]), 8, mode).num_rows == 0
+def test_no_documents_make_no_rows(mode: packed_rows.LongDocuments) -> None:
+    assert packed_rows.pack_documents(offsets_of([1, 1]), 8, mode).num_rows == 0

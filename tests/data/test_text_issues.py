@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from finetune.config.recipe import validate_recipe
 from finetune.data.data_report import SplitReport
 from finetune.data.prepare import prepare_data
-from finetune.data.sources.documents import Chosen
+from finetune.data.sources.corpus import Chosen
 from finetune.data.text_issues import Issues
 from finetune.utils.errors import DataError
 

@@ -8,7 +8,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,10 +25,10 @@ from finetune.cli.main import main
 from finetune.config.recipe import load_recipe
 from finetune.diagnostics.doctor import doctor, machine_checks, network_checks
 from finetune.diagnostics.doctor.check_result import Asked, CheckResult, run_probe
+from finetune.distributed import native_ops
 from finetune.distributed.device_selection import Devices
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.launch.predicted_environment import predict_environment
-from finetune.distributed.native_ops import native_ops
 from finetune.utils import hub_access
 
 Patch = pytest.MonkeyPatch
@@ -87,13 +86,14 @@ def free(gib: float) -> Callable[[Any], Any]:
     return lambda folder: SimpleNamespace(free=int(gib * 2**30))
 
 
-def one_op(**facts: Any) -> Callable[..., list[native_ops.NeededOp]]:
-    found = native_ops.NeededOp("async_io", "NVMe offload", 162, built=True, locked=False, lacking=None)
-    return lambda launch: [replace(found, **facts)]
+def one_op(**facts: Any) -> dict[str, Callable[[Any], Any]]:
+    """Replacements of the functions that look at ops: one is needed, and all is well but for `facts`."""
+    found = {"ops_to_inspect": ["async_io"], "find_missing": None, "is_locked": False, "is_built": True, **facts}
+    return {f"finetune.distributed.native_ops.{name}": lambda _, fact=fact: fact for name, fact in found.items()}
 
 
 def of_gpus(number: int) -> Callable[[], Devices]:
-    return lambda: Devices(number, True)
+    return lambda: Devices(number)
 
 
 def little_processor(patch: Patch, place: Place) -> Asked:
@@ -123,9 +123,8 @@ UNSYNCHRONISED = {"network_checks.is_synchronised": lambda: False}
 PORT = {"launch": "ddp", "main_process_port": 29511}
 TWO: dict[str, Any] = {"launch": "ddp", "num_machines": 2, "main_process_ip": "first"}
 BROKEN = {"machine_checks.run_probe": lambda *words, **options: ("", "Illegal instruction")}
-LOOK = "finetune.distributed.native_ops.native_ops.inspect_ops"
-NO_AIO = one_op(lacking=("libaio is not there", "apt-get install libaio-dev"))
-NO_COMPILER = one_op(lacking=("there is no C++ compiler", "apt-get install g++"))
+NO_AIO = one_op(find_missing=("libaio is not there", "apt-get install libaio-dev"))
+NO_COMPILER = one_op(find_missing=("there is no C++ compiler", "apt-get install g++"))
 LITTLE_SHARED = {"shutil.disk_usage": free(0.0625), "torch.cuda.is_available": lambda: False}
 
 CASES: list[Case] = [
@@ -169,10 +168,10 @@ CASES: list[Case] = [
         asking({"importlib.metadata.version": not_there}, overrides=["log.trackers=[wandb]"]),
     ),
     (machine_checks.agreement, "failure", "is no optimiser", asking(overrides=["optim.name=Adamm"])),
-    (machine_checks.ops, "failure", "libaio", asking({LOOK: NO_AIO}, launch="zero3_nvme")),
-    (machine_checks.ops, "warning", "cannot be compiled", asking({LOOK: NO_COMPILER})),
-    (machine_checks.ops, "warning", "build lock", asking({LOOK: one_op(locked=True)})),
-    (machine_checks.ops, "warning", "not compiled yet", asking({LOOK: one_op(built=False)})),
+    (machine_checks.ops, "failure", "libaio", asking(NO_AIO, launch="zero3_nvme")),
+    (machine_checks.ops, "warning", "cannot be compiled", asking(NO_COMPILER)),
+    (machine_checks.ops, "warning", "build lock", asking(one_op(is_locked=True))),
+    (machine_checks.ops, "warning", "not compiled yet", asking(one_op(is_built=False))),
     (machine_checks.kernels, "warning", "Illegal", asking(BROKEN)),
     (
         machine_checks.kernels,
@@ -274,7 +273,7 @@ def test_no_check_is_left_out() -> None:
 SOUND = {
     "importlib.metadata.version": installed(),
     "shutil.disk_usage": free(100),
-    "finetune.distributed.native_ops.native_ops.inspect_ops": one_op(),
+    **one_op(),
     "finetune.diagnostics.doctor.machine_checks.DRIVER": Path("/nowhere"),
     "finetune.diagnostics.doctor.machine_checks.run_probe": lambda *words, **options: ("1.0", ""),
     "finetune.diagnostics.doctor.network_checks.is_free": lambda number: True,
@@ -448,15 +447,15 @@ def test_looking_at_ops_builds_none(monkeypatch: Patch, tmp_path: Path) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setenv("PATH", os.environ["PATH"])  # looking changes it; this puts it back
     monkeypatch.setenv("CXX", "no-such-compiler")
-    found = {op.name: op for op in native_ops.inspect_ops(None)}
+    found = native_ops.ops_to_inspect(None)
     assert set(found) == {"shm_comm", "cpu_adam", "pin_memory", "async_io"}
-    assert not any(op.built or op.locked for op in found.values())
+    assert not any(native_ops.is_built(op) or native_ops.is_locked(op) for op in found)
     lacking = ("there is no C++ compiler (no-such-compiler)", "apt-get install g++")
-    assert all(op.lacking == lacking for op in found.values())
+    assert all(native_ops.find_missing(op) == lacking for op in found)
     # A file is the lock up to torch 2.13, from 2.14 on it must be held.
     with FileLock(next(tmp_path.rglob("cpu_adam")) / "lock"):
-        assert [op.name for op in native_ops.inspect_ops(None) if op.locked] == ["cpu_adam"]
-    assert native_ops.inspect_ops(Launch(kind="fsdp", num_processes=2)) == []
+        assert [op for op in found if native_ops.is_locked(op)] == ["cpu_adam"]
+    assert native_ops.ops_to_inspect(Launch(kind="fsdp", num_processes=2)) == []
 
 
 def test_findings_as_text() -> None:

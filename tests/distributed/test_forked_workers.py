@@ -53,7 +53,6 @@ def test_a_plain_run_imports_what_it_needs(place: Place) -> None:
     # Once for all: a rank itself imports what recipe and launch file ask for.
     own = found["0"] - found["launcher"]
     assert {name for name in own if name.startswith("finetune.")} == {
-        "finetune.distributed.strategies.first_gradients",
         "finetune.distributed.strategies.fsdp",
         "finetune.utils.compat.torch_sharding_private",
     }

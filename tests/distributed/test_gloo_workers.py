@@ -105,7 +105,7 @@ def test_fsdp_in_detail_depends_on_torch(
     monkeypatch.setattr(refusals, "installed", {"torch": version}.get)
     debugged = predict_environment(str(place.launch_file("fsdp")), {}, {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
     with pytest.raises(BackendError, match="no model is written") if refused else nullcontext():
-        resolve_config.check_devices(debugged.launch, Devices(0, True), debugged.env)
+        resolve_config.check_devices(debugged.launch, Devices(0), debugged.env)
 
 
 @needs_no_gpu

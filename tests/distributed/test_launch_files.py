@@ -248,7 +248,7 @@ TWO = {"num_machines": 2, "num_processes": 4, "main_process_ip": "10.0.0.1", "ma
     [
         ("ddp", {**TWO, "machine_rank": 2}, {}, "machine_rank is 2, and num_machines is 2: .* from 0 to 1"),
         ("fsdp", TWO, {"machine_rank": "7"}, "machine_rank is 7, and num_machines is 2"),
-        ("ddp", {"machine_rank": 1}, {}, "machine_rank is 1, and num_machines is 1: machines are one"),
+        ("ddp", {"machine_rank": 1}, {}, "machine_rank is 1, and num_machines is 1: ranks are from 0 to 0"),
         ("zero2", {**TWO, "num_processes": 3}, {}, "num_processes is 3 over num_machines 2"),
         ("ddp", TWO, {"num_processes": "5"}, "num_processes is 5 over num_machines 2"),
         ("ddp", {**TWO, "num_processes": 1}, {}, "num_processes is 1 over num_machines 2"),

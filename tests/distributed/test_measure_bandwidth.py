@@ -28,10 +28,10 @@ FACTORS = {
 
 def times(
     link: measure_bandwidth.Line, processes: int, wanted: list[int]
-) -> list[tuple[measure_bandwidth.Ring, measure_bandwidth.Size]]:
+) -> list[tuple[measure_bandwidth.Ring, int, float]]:
     """What rings of such links would be measured to take."""
     return [
-        (ring, measure_bandwidth.Size(size, link.seconds(ring, processes, size), 0.0, 0.0))
+        (ring, size, link.seconds(ring, processes, size))
         for ring in measure_bandwidth.RINGS.values()
         for size in wanted
     ]
@@ -53,16 +53,14 @@ def test_a_ring_is_found_again(latency: float, bandwidth: float, processes: int)
     link = measure_bandwidth.Line(latency, bandwidth)
     measured = times(link, processes, [1 << k for k in range(10, 31, 4)])
     found = measure_bandwidth.fit_link(measured, processes)
-    for ring, size in measured:
-        assert found.seconds(ring, processes, size.bytes) == pytest.approx(size.seconds, rel=1e-3)
+    for ring, size, seconds in measured:
+        assert found.seconds(ring, processes, size) == pytest.approx(seconds, rel=1e-3)
 
 
 def test_a_latency_is_never_below_nought() -> None:
     """Larger sizes that are slower than in proportion would ask for one."""
     ring = measure_bandwidth.RINGS["all_reduce"]
-    measured = [
-        (ring, measure_bandwidth.Size(size, size**1.3 * 1e-9, 0.0, 0.0)) for size in (1 << 10, 1 << 14, 1 << 18)
-    ]
+    measured = [(ring, size, size**1.3 * 1e-9) for size in (1 << 10, 1 << 14, 1 << 18)]
     found = measure_bandwidth.fit_link(measured, 2)
     assert found.latency_s == 0
     assert found.bandwidth > 0

@@ -16,12 +16,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+from harness import ROOT
 
-from finetune.distributed.native_ops import native_ops, toolchain
+from finetune.distributed import native_ops
 from finetune.utils.compat.torch_private import builds_under_flock
 from finetune.utils.errors import BackendError
 
-OPS_FILE = Path(native_ops.__file__)
 LIMIT_S = 120
 
 SOURCE = """
@@ -45,10 +45,12 @@ exec c++ "$@"
 # What a training process does.
 RUN = """
 import os, sys
-from finetune.distributed.native_ops import native_ops as ops
+from finetune.distributed import native_ops as ops
+from finetune.utils import signals
 ops.OPS["tiny"] = ops._Spec("tiny_op", "TinyBuilder", "a test", 1)
 ops.COMPILE = [sys.executable, os.environ["TINY"] + "/build.py"]
-ops.ensure_built(["tiny"], quiet=False)
+with signals.handle_signals(signals.stop_signals(), signals.interrupter()):
+    ops.ensure_built(["tiny"], quiet=False)
 assert ops.is_built("tiny")
 """
 
@@ -57,7 +59,7 @@ BUILD = """
 import os
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.op_builder.builder import OpBuilder
-import compile_op
+from finetune.distributed import native_ops
 
 class TinyBuilder(OpBuilder):
     def __init__(self):
@@ -68,7 +70,7 @@ class TinyBuilder(OpBuilder):
         return [os.environ["TINY"] + "/tiny.cpp"]
 
 get_accelerator().create_op_builder = lambda name: TinyBuilder()
-compile_op.compile_op("TinyBuilder")
+exec(native_ops._SCRIPT)
 """
 
 
@@ -104,7 +106,7 @@ class Tiny:
             env={
                 **os.environ,
                 "LOCAL_RANK": str(rank),
-                "PYTHONPATH": os.pathsep.join([str(OPS_FILE.parent), str(OPS_FILE.parents[3])]),
+                "PYTHONPATH": str(ROOT),
             },
             stderr=subprocess.PIPE,
             text=True,
@@ -155,7 +157,7 @@ def finish(process: "subprocess.Popen[str]") -> str:
 def tiny(tmp_path: Path, extensions: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tiny]:
     if shutil.which("c++") is None:
         pytest.skip("needs a C++ compiler")
-    toolchain.prepare_environment()
+    native_ops.prepare_environment()
     tiny = Tiny(tmp_path, extensions)
     monkeypatch.setenv("TINY", str(tmp_path))
     monkeypatch.setenv("CXX", str(tmp_path / "g++"))
@@ -314,7 +316,7 @@ def test_the_processor_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
         return '{"arch": "X86_64", "flags": ["avx2"]}'
 
     monkeypatch.setattr(cpuinfo, "get_cpu_info_json", answer)
-    toolchain.prepare_environment()
+    native_ops.prepare_environment()
     for _ in range(2):
         assert CPUAdamBuilder().cpu_arch() == "-march=native"
         assert CPUAdamBuilder().simd_width() == "-D__AVX256__"

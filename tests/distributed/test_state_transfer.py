@@ -12,12 +12,12 @@ from forkserver import ForkServer
 from harness import ROOT
 from torch import nn
 
-from finetune.distributed.native_ops.toolchain import has_libaio
+from finetune.distributed.native_ops import has_libaio
 from finetune.distributed.state import state_transfer
-from finetune.distributed.strategies import deepspeed, fsdp, single
+from finetune.distributed.strategies import deepspeed, fsdp, strategy
 from finetune.utils.errors import BackendError, CheckpointError
 
-TORCH = single.STRATEGY
+TORCH = strategy.STRATEGY
 
 pytestmark = pytest.mark.xdist_group("state")
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from finetune.distributed.backend import Backend
 from finetune.distributed.launch.launch_config import Launch
-from finetune.distributed.strategies import single
+from finetune.distributed.strategies import strategy
 from finetune.utils.errors import BackendError
 
 
@@ -31,7 +31,7 @@ def prepared(untie: bool) -> None:
 
     accelerator: Any = SimpleNamespace(prepare=prepare)
     network = Tied()
-    backend = Backend(accelerator, Launch("single", 1), single.STRATEGY, ONE_RANK, "fp32", 1)
+    backend = Backend(accelerator, Launch("single", 1), strategy.STRATEGY, ONE_RANK, "fp32", 1)
     backend.prepare(network, torch.optim.SGD(network.parameters(), lr=0.1))
 
 

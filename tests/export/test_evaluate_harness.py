@@ -7,6 +7,7 @@ import socket
 import sys
 import types
 from collections.abc import Callable, Iterator
+from importlib import util
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from finetune.checkpoint.run_history import read_run
 from finetune.cli import main
 from finetune.diagnostics.run_report import page
-from finetune.export import evaluate_harness, generate_text, harness_results, load_model
+from finetune.export import evaluate_harness, generate_text, load_model
+from finetune.models import lora_adapters, prompts
 from finetune.utils.errors import CheckpointError, DataError
 
 pytestmark = [pytest.mark.xdist_group("harness")]
@@ -163,7 +165,7 @@ def test_figures_are_kept_beside_what_they_are_of(
     ]
     few = evaluated(capsys, str(run / "checkpoints" / "step-00000002"), *words, "--limit", "5", "--num-fewshot", "0")
     again = evaluated(capsys, str(run), *words)
-    assert harness_results.read_results(run) == [*few.values(), *again.values()]
+    assert evaluate_harness.read_results(run) == [*few.values(), *again.values()]
     assert [(row["step"], row["samples"], row["limit"]) for row in (few["acc"], again["acc"])] == [
         (2, 5, 5),
         (4, QUESTIONS, None),
@@ -205,7 +207,8 @@ def test_what_is_refused(
 
 
 def test_without_the_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(harness_results, "find_spec", lambda name: None)
+    found = util.find_spec
+    monkeypatch.setattr(util, "find_spec", lambda name: None if name == "lm_eval" else found(name))
     assert main.main(["eval", MODEL, "--harness", "mmlu"]) == 2
     assert "pip install 'finetune[harness]'" in capsys.readouterr().err
     assert main.main(["eval", MODEL, "--data", "x.jsonl", "--limit", "3"]) == 2
@@ -246,8 +249,8 @@ def _stub(error: Exception, monkeypatch: pytest.MonkeyPatch) -> Any:
         vars(module).update(held)
         monkeypatch.setitem(sys.modules, name, module)
     network = types.SimpleNamespace(generation_config=types.SimpleNamespace(eos_token_id=None))
-    monkeypatch.setattr(evaluate_harness, "transformer", lambda _: network)
-    monkeypatch.setattr(evaluate_harness.prompts, "stop_tokens", lambda *_: None)
+    monkeypatch.setattr(lora_adapters, "transformer", lambda _: network)
+    monkeypatch.setattr(prompts, "stop_tokens", lambda *_: None)
     return types.SimpleNamespace(
         network=None, tokenizer=types.SimpleNamespace(chat_template=None), ends=(), template_args={}, step=None
     )
@@ -270,5 +273,5 @@ def test_a_fault_of_this_package_is_not_put_on_a_task(stub: Callable[[Exception]
 def test_no_other_file_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "harness.json").write_text("{}")
     with pytest.raises(CheckpointError, match="is not what"):
-        harness_results.add_results(tmp_path, [])
+        evaluate_harness.add_results(tmp_path, [])
     assert (tmp_path / "harness.json").read_text() == "{}"

@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from finetune.config.recipe_schema import Recipe
 from finetune.export import save_model
-from finetune.export.validate_files import tensors_of
+from finetune.export.verify_export import tensors_of
 from finetune.models import pretrained_files
 from finetune.models.build_network import build_meta_model
 from finetune.models.forward_wrapper import ForwardWrapper
@@ -52,7 +53,7 @@ def tiny(model_type: str = "llama", **sizes: int) -> Any:
 
 
 def save(network: Any, directory: Path, without: str = "", backend: OneProcess | None = None) -> None:
-    skeleton = build_meta_model(network.config, NEXT_TOKEN)
+    skeleton = build_meta_model(network.config, NEXT_TOKEN, Recipe())
     save_model.save_model(backend or OneProcess(without), ForwardWrapper(network), skeleton, None, directory)  # type: ignore[arg-type]
 
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from finetune.cli import main
-from finetune.export import find_weights, model_card, push_to_hub, validate_files, verify_export
+from finetune.export import export_weights, find_weights, model_card, verify_export
 from finetune.models import prompts
 from finetune.models.heads import NEXT_TOKEN
 from finetune.utils.atomic_files import file_digest
@@ -168,7 +168,7 @@ def test_a_fresh_process_knows_nothing_of_this_toolkit(
 
 @pytest.mark.timeout(120)
 def test_a_process_that_cannot_open_it_is_quoted(tmp_path: Path) -> None:
-    probe = verify_export.Probe({"expected": torch.zeros(1)}, 0, {}, None)
+    probe = verify_export.Probe({"expected": torch.zeros(1)}, {}, None)
     about = {"auto": "AutoModelForCausalLM", "base": None, "trust_remote_code": False}
     with pytest.raises(CheckpointError, match=r"A fresh process cannot open what was written to .*: \w+"):
         verify_export.open_in_fresh_process(tmp_path, probe, about)
@@ -211,7 +211,7 @@ def twice(folder: Path) -> None:
 
 
 def wrong_total(folder: Path) -> None:
-    file = folder / validate_files.INDEX
+    file = folder / verify_export.INDEX
     index = json.loads(file.read_text())
     index["metadata"]["total_size"] += 4
     file.write_text(json.dumps(index))
@@ -237,40 +237,40 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str, tuple[Any, str]]] = {
     "tie broken": (
         untie,
         r"lm_head.weight and model.embed_tokens.weight are one weight",
-        (validate_files, "check_files"),
+        (verify_export, "check_files"),
     ),
     "pad as end": (
         pad_as_end,
         r"stops at 0 \('<unk>'\), but texts end at 2 \('</s>'\): generation would not stop",
         (prompts, "check_stop_tokens"),
     ),
-    "NaN": (not_a_number, rf"{PROJ} holds 1 numbers that are NaN or infinite", (validate_files, "check_files")),
+    "NaN": (not_a_number, rf"{PROJ} holds 1 numbers that are NaN or infinite", (verify_export, "check_files")),
     "missing": (
         lambda f: change(f, lambda t: t.pop(PROJ)),
         rf"1 tensors are missing \({PROJ}\)",
-        (validate_files, "_check_names"),
+        (verify_export, "_check_listing"),
     ),
     "unexpected": (
         lambda f: change(f, lambda t: t.update(more=torch.ones(2))),
         r"unexpected \(more\)",
-        (validate_files, "_check_names"),
+        (verify_export, "_check_listing"),
     ),
     "empty": (
         lambda f: change(f, lambda t: t.update({PROJ: torch.ones(0)})),
         rf"{PROJ} is empty",
-        (validate_files, "check_files"),
+        (verify_export, "check_files"),
     ),
     "of another shape": (
         lambda f: change(f, lambda t: t.update({PROJ: t[PROJ].T.contiguous()})),
         rf"{PROJ} has shape \[64, 172\], not \[172, 64\]",
-        (validate_files, "_check_names"),
+        (verify_export, "_check_listing"),
     ),
     "of another type": (
         lambda f: change(f, lambda t: t.update({PROJ: t[PROJ].half()})),
         r"the tensors take 1,018,112 bytes",
-        (validate_files, "_check_size"),
+        (verify_export, "_check_listing"),
     ),
-    "written twice": (twice, r"the tensors take 2,080,256 bytes, .* need 1,040,128", (validate_files, "_check_size")),
+    "written twice": (twice, r"the tensors take 2,080,256 bytes, .* need 1,040,128", (verify_export, "_check_listing")),
 }
 
 
@@ -290,7 +290,7 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Path], None]],
 
 
 def without(monkeypatch: pytest.MonkeyPatch, check: tuple[Any, str]) -> None:
-    nothing = {"worst_tensor": ("none", 0.0), "check_files": ""}
+    nothing = {"worst_tensor": ("none", 0.0), "check_files": "", "check_figures": ""}
     monkeypatch.setattr(*check, lambda *given, **named: nothing.get(check[1]))
 
 
@@ -346,7 +346,7 @@ def test_opening_finds_what_looking_did_not(
     runs: dict[str, Trained], tmp_path: Path, plant: Any, monkeypatch: pytest.MonkeyPatch, name: str, says: str
 ) -> None:
     plant(FAULTS[name][0])
-    without(monkeypatch, (validate_files, "check_files"))
+    without(monkeypatch, (verify_export, "check_files"))
     with pytest.raises(CheckpointError, match=says):
         exported(runs["lora"].directory, "merged", tmp_path)
 
@@ -372,7 +372,7 @@ def test_a_zeroed_adapter(runs: dict[str, Trained], tmp_path: Path, monkeypatch:
     )
     with pytest.raises(CheckpointError, match="the adapter changes no logit of its base: nothing was trained"):
         exported(run, kind, tmp_path)
-    monkeypatch.setattr(verify_export, "check_figures", lambda *given: None)
+    monkeypatch.setattr(verify_export, "check_figures", lambda *given: "")
     exported(run, kind, tmp_path)
 
 
@@ -482,9 +482,9 @@ def test_pushing_goes_to_a_private_place_and_a_failure_keeps_the_folder(
             asked.append((options["repo_id"], options["folder_path"]))
 
     monkeypatch.setattr("huggingface_hub.HfApi", Hub)
-    assert push_to_hub.push_folder(tmp_path, "model") == "https://hub/me/model"
+    assert export_weights.push_folder(tmp_path, "model") == "https://hub/me/model"
     assert asked == [("model", {"private": True, "exist_ok": True}), ("me/model", str(tmp_path))]
     with pytest.raises(
         CheckpointError, match=r"--push-to model: no more room\. The export is whole, in .*hf upload model"
     ):
-        push_to_hub.push_folder(tmp_path, "model")
+        export_weights.push_folder(tmp_path, "model")

@@ -187,14 +187,14 @@ def test_the_kernel_is_given_groups_as_it_takes_them(monkeypatch: pytest.MonkeyP
     ) -> torch.Tensor:
         told.append("enable_gqa" in options)
         assert takes_groups or query.shape[1] == key.shape[1]
-        return attention._by_document(query, key, value, cu_seqlens, 0.0, None, None)
+        return attention._by_document((query, key, value), cu_seqlens, 0.0, None, None)
 
     monkeypatch.setattr(varlen, "varlen_attn", kernel)
     monkeypatch.setattr(attention, "varlen_takes_groups", lambda: takes_groups)
     torch.manual_seed(0)
     query, key, value = torch.randn(9, 4, 8), torch.randn(9, 2, 8), torch.randn(9, 2, 8)
     cu_seqlens = torch.tensor([0, 4, 9])
-    found = attention._by_kernel(query, key, value, cu_seqlens, 5, None, None)
-    expected = attention._by_document(query, key, value, cu_seqlens, 0.0, None, None)
+    found = attention._by_kernel((query, key, value), cu_seqlens, 5, None, None)
+    expected = attention._by_document((query, key, value), cu_seqlens, 0.0, None, None)
     assert torch.allclose(found, expected)
     assert told == [takes_groups]

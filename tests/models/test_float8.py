@@ -27,7 +27,7 @@ from finetune.planning import model_shapes, recommendations
 from finetune.planning.activation_memory import StepSetting
 from finetune.tasks.causal_lm import CAUSAL_LM, causal_lm_logits
 from finetune.tasks.classification import HEAD
-from finetune.utils.errors import BackendError, RecipeError
+from finetune.utils.errors import BackendError, LibraryVersionError, RecipeError
 
 if TYPE_CHECKING:
     from finetune.config.recipe_schema import Recipe
@@ -272,7 +272,7 @@ def test_a_gpu_computes_what_is_emulated(launcher: Launcher, backend: str) -> No
 
 
 def test_where_there_is_no_gpu_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(float8.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(float8, "require_installed", lambda *given, **named: None)
     recipe = validate_recipe(recipe_of(True))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(RecipeError, match=r"needs a GPU of .* 8\.9 or above; this machine has no GPU.*`emulated`"):
@@ -287,9 +287,10 @@ def test_where_there_is_no_gpu_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(float8.util, "find_spec", lambda name: None)
+    found = util.find_spec
+    monkeypatch.setattr(util, "find_spec", lambda name: None if name == "torchao" else found(name))
     float8.check_fp8(validate_recipe(recipe_of(False)))
-    with pytest.raises(RecipeError, match=r"pip install 'finetune\[fp8\]'"):
+    with pytest.raises(LibraryVersionError, match=r"pip install 'finetune\[fp8\]'"):
         float8.check_fp8(validate_recipe(recipe_of()))
 
 

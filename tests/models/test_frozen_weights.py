@@ -18,7 +18,7 @@ from finetune.config.recipe import validate_recipe
 from finetune.config.recipe_schema import Recipe
 from finetune.export import verify_export
 from finetune.models import build_network, frozen_weights, quantization
-from finetune.models.build_network import build_base_model, build_model
+from finetune.models.build_network import build_model
 from finetune.models.heads import NEXT_TOKEN
 from finetune.models.model_config import resolve_model_config
 from finetune.tasks.causal_lm import causal_lm_logits
@@ -40,11 +40,8 @@ def built(recipe: Recipe) -> Any:
 def copied(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The same network with its weights in fp32."""
 
-    def whole(recipe: Recipe, config: Any, head: Any) -> Any:
-        return build_base_model(recipe, config, head, loading=quantization.loading_config(recipe)), torch.float32
-
     with monkeypatch.context() as patched:
-        patched.setattr(build_network, "_as_stored", whole)
+        patched.setattr(build_network, "base_dtype", lambda recipe: torch.float32)
         return built(recipe)
 
 

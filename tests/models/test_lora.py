@@ -366,7 +366,7 @@ def own() -> Task:
         build_data=lambda recipe, quiet: TaskData(train=None),
         build_model=lambda recipe, data: AutoModelForCausalLM.from_pretrained(MODEL),
         loss_sum=lambda network, batch: torch.zeros(()),
-        build_skeleton=lambda recipe, data: build_meta_model(AutoConfig.from_pretrained(MODEL), NEXT_TOKEN),
+        build_skeleton=lambda recipe, data: build_meta_model(AutoConfig.from_pretrained(MODEL), NEXT_TOKEN, Recipe()),
     )
 
 

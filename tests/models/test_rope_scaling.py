@@ -14,8 +14,7 @@ from finetune.config.recipe_schema import LoraSection, Recipe, RopeScalingSectio
 from finetune.export import export_weights
 from finetune.models import build_network
 from finetune.models.heads import NEXT_TOKEN
-from finetune.models.model_config import resolve_model_config
-from finetune.models.rope_scaling import stretch_positions
+from finetune.models.model_config import resolve_model_config, stretch_positions
 from finetune.utils.errors import RecipeError
 
 KNOWN = 64

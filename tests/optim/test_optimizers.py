@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.config.recipe import validate_recipe
 from finetune.config.recipe_schema import Recipe
-from finetune.distributed.strategies import single
+from finetune.distributed.strategies import strategy
 from finetune.optim import lr_schedule, optimizers
 from finetune.optim.optimizers import build_optimizer
 from finetune.training import dry_run
@@ -267,7 +267,7 @@ def test_a_step_that_is_not_finite_changes_nothing(name: str, begins: bool) -> N
             for p in network.parameters():
                 p.grad = torch.randn(p.shape, generator=generator) if good else torch.full_like(p, torch.nan)
             with Reads() as counted:
-                single.STRATEGY.step(runtime, optimizer, torch.tensor(1.0 if good else torch.nan))
+                strategy.STRATEGY.step(runtime, optimizer, torch.tensor(1.0 if good else torch.nan))
             reads.append(counted.count)
         states = [value for p in network.parameters() for value in optimizer.state[p].values()]
         return [*(p.detach() for p in network.parameters()), *states], reads

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from test_plan import said
 
 from finetune.distributed import device_selection
-from finetune.planning import measured_peaks
-from finetune.planning.measured_peaks import Error, Peak
+from finetune.planning import planner
+from finetune.planning.planner import Error, Peak
 
 GIB = 2**30
 
@@ -25,7 +25,7 @@ def peak(ratio: float, predicted: int = GIB, **changes: Any) -> Peak:
 
 @given(st.lists(st.floats(0.5, 2.0), min_size=1))
 def test_an_error_is_that_of_all_runs(ratios: list[float]) -> None:
-    found = measured_peaks.compare_peaks([peak(ratio) for ratio in ratios], "cpu, x")
+    found = planner.compare_peaks([peak(ratio) for ratio in ratios], "cpu, x")
     assert found is not None
     assert found.runs == len(ratios)
     assert found.least == pytest.approx(min(ratios))
@@ -34,22 +34,20 @@ def test_an_error_is_that_of_all_runs(ratios: list[float]) -> None:
 
 
 def test_other_devices_and_what_libraries_hide_do_not_count() -> None:
-    assert (
-        measured_peaks.compare_peaks([peak(1.0, device="another"), peak(9.0, predicted=100 * 2**20)], "cpu, x") is None
-    )
+    assert planner.compare_peaks([peak(1.0, device="another"), peak(9.0, predicted=100 * 2**20)], "cpu, x") is None
     small = peak(1.5, predicted=100 * 2**20, of="allocated")
-    assert measured_peaks.compare_peaks([small], "cpu, x") == Error(1, 1.5, 1.5, 1.5)
+    assert planner.compare_peaks([small], "cpu, x") == Error("cpu, x", 1, 1.5, 1.5, 1.5)
 
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
     folder = tmp_path / "cache"
-    assert measured_peaks.read_peaks(folder) == []
+    assert planner.read_peaks(folder) == []
     kept = [peak(0.5), peak(1.25)]
     for one in kept:
-        measured_peaks.add_peak(folder, one)
+        planner.add_peak(folder, one)
     with (folder / "peaks.jsonl").open("a") as file:
         file.write('{"device": "of an older release"}\n{"torn')
-    assert measured_peaks.read_peaks(folder) == kept
+    assert planner.read_peaks(folder) == kept
 
 
 SIZES = {"hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 4, "num_key_value_heads": 4}

@@ -16,9 +16,8 @@ from finetune.config.recipe import validate_recipe
 from finetune.config.recipe_schema import Recipe
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.launch.predicted_environment import launch_of_file
-from finetune.distributed.param_specs import ParamSpec, ParamSpecs
-from finetune.distributed.strategies.find_strategy import strategy_of
-from finetune.distributed.strategies.prediction import Flow, Share
+from finetune.distributed.strategies.prediction import Flow, ParamSpec, ParamSpecs, Share
+from finetune.distributed.strategies.strategy import strategy_of
 from finetune.models import quantization
 from finetune.models.build_network import build_model
 from finetune.models.heads import NEXT_TOKEN
@@ -26,7 +25,7 @@ from finetune.models.model_config import resolve_model_config
 from finetune.monitoring import flops
 from finetune.planning import model_shapes, recommendations
 from finetune.planning.activation_memory import StepSetting, predict_activations, shape_of
-from finetune.planning.rank_memory import resting_places, state_memory
+from finetune.planning.launch_candidates import resting_places, state_memory
 from finetune.tasks.causal_lm import CAUSAL_LM
 
 BILLION = 10**9
@@ -299,7 +298,7 @@ WITHOUT_A_SIZE = {"gemma4_assistant", "musicgen", "musicgen_melody"}
 def test_every_configuration_has_sizes(model_type: str) -> None:
     """Some say a size for each layer: Gemma 3n the width of its MLPs, Gemma 4 that of its heads."""
     config = AutoConfig.for_model(model_type)
-    variant: Any = SimpleNamespace(config=config, names=(), parts=1, attention_parts=1)
+    variant: Any = SimpleNamespace(config=config, names=(), parts=1, division="")
     shape = shape_of(variant)
     if shape is not None:
         assert min(shape.h, shape.f, shape.a, shape.k, shape.d, shape.layers) > 0

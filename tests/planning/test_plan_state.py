@@ -14,10 +14,10 @@ from stored_model import store
 from finetune.config.recipe import validate_recipe
 from finetune.distributed.launch.predicted_environment import launch_of_file
 from finetune.distributed.resolve_config import derive_accumulation
-from finetune.distributed.strategies.find_strategy import strategy_of
+from finetune.distributed.strategies.strategy import strategy_of
 from finetune.optim import optimizers
 from finetune.planning import model_shapes
-from finetune.planning.rank_memory import state_memory
+from finetune.planning.launch_candidates import state_memory
 
 LAUNCHES = {
     "single": 1,

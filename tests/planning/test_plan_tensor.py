@@ -17,8 +17,8 @@ from finetune.models.heads import NEXT_TOKEN
 from finetune.models.model_config import resolve_model_config
 from finetune.planning import model_shapes
 from finetune.planning.activation_memory import StepSetting
-from finetune.planning.communication_volume import flows_of_layers
 from finetune.planning.launch_candidates import assess_candidate
+from finetune.planning.step_time import flows_of_layers
 from finetune.tasks.causal_lm import CAUSAL_LM
 
 WAYS: dict[str, tuple[bool, dict[str, Any]]] = {

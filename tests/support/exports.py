@@ -54,10 +54,10 @@ def train(directory: Path, sections: dict[str, Any]) -> Trained:
 def opened_here(folder: Path, probe: verify_export.Probe, about: dict[str, Any]) -> dict[str, Any]:
     """In place of `verify_export.open_in_fresh_process`: starting another process would take most of a test's time."""
     with tempfile.TemporaryDirectory() as place:
-        save_file(probe.tensors, f"{place}/tensors")
-        ask = {"folder": str(folder), "tensors": f"{place}/tensors"}
+        save_file(probe.tensors, f"{place}/tensors.safetensors")
+        ask = {"folder": str(folder), "place": place}
         try:
-            return fresh_process.compare({**ask, "rows": probe.rows, "options": probe.options, **about})
+            return fresh_process.compare({**ask, "options": probe.options, **about})
         except Exception as error:
             raise CheckpointError(f"A fresh process cannot open {folder}: {error}") from error
 

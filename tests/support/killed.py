@@ -21,11 +21,11 @@ from finetune.config.recipe import validate_recipe
 from finetune.data import prepared_cache
 from finetune.data.chat.chat_encoder import ChatEncoder
 from finetune.data.prepare import prepare_data
-from finetune.data.tokenization import encoding, split_writer, token_shards
+from finetune.data.tokenization import token_files, tokenizer
 from finetune.data.tokenization.memmap import GrowingArray
 
-token_shards.SHARD_BYTES = 6000
-encoding.BATCH_DOCUMENTS = 7
+token_files.SHARD_BYTES = 6000
+tokenizer.BATCH_DOCUMENTS = 7
 FOLDER = Path(sys.argv[1])
 TREE = json.loads(sys.argv[2])
 
@@ -55,19 +55,19 @@ def notes(log: Path) -> Callable[[bytes], object]:
 
 def log_counted(log: Path) -> None:
     """Documents in the order that a state counts them, which is not the one that threads get them in."""
-    note, advance = notes(log), token_shards.Shards.advance
+    note, advance = notes(log), token_files.Shards.advance
 
     def counted(self: Any, batch: Any) -> None:
         for item in batch:
             note(item.text)
         advance(self, batch)
 
-    token_shards.Shards.advance = counted  # type: ignore[method-assign]
+    token_files.Shards.advance = counted  # type: ignore[method-assign]
 
 
 def log_encoded(log: Path) -> None:
     note = notes(log)
-    plain, conversation = encoding.Encoder.encode, ChatEncoder.encode
+    plain, conversation = tokenizer.Encoder.encode, ChatEncoder.encode
 
     def encode(self: Any, texts: Any) -> Any:
         for text in texts:
@@ -78,7 +78,7 @@ def log_encoded(log: Path) -> None:
         note(document)
         return conversation(self, document, where)
 
-    encoding.Encoder.encode = encode  # type: ignore[method-assign]
+    tokenizer.Encoder.encode = encode  # type: ignore[method-assign]
     ChatEncoder.encode = encode_conversation  # type: ignore[method-assign]
 
 
@@ -92,8 +92,8 @@ def build(place: Path, log: Path, last: int | None, log_to: Callable[[Path], Non
         for name in ("append", "sync", "cut", "close"):
             moments.before(GrowingArray, name)
         for name in ("begin", "repeat", "finish", "clear"):
-            moments.before(split_writer.SplitWriter, name)
-        moments.before(token_shards, "write_json")
+            moments.before(token_files.SplitWriter, name)
+        moments.before(token_files, "write_json")
         moments.before(prepared_cache, "sync_to_disk")
         moments.before(prepared_cache.os, "rename")
         try:
@@ -124,7 +124,7 @@ def main() -> None:
     TREE["data"]["num_workers"] = int(sys.argv[3])
     if sys.argv[3] == "1":
         # What a kill costs is bounded by a shard; what threads had read ahead of it comes on top.
-        encoding.BATCHES_AHEAD = 0
+        tokenizer.BATCHES_AHEAD = 0
     whole = FOLDER / "whole"
     total = build(whole, FOLDER / "whole.log", None, log_counted)
     print(json.dumps({"moments": total, "files": files(whole), "encoded": encoded(FOLDER / "whole.log")}), flush=True)

@@ -70,7 +70,7 @@ def _beginning(text: str, number: int) -> str:
 
 
 def _make_conversations(place: Path) -> None:
-    from finetune.data.synthetic.conversation_generator import conversations
+    from finetune.data.synthetic.story_generator import conversations
 
     place.mkdir()
     chats = [chat.messages for chat in conversations(700)]

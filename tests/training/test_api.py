@@ -329,7 +329,7 @@ def test_all_that_is_public_is_there_and_typed() -> None:
     for function in (load_recipe, train, start, launch, Run.open):
         assert function.__doc__
         assert "return" in function.__annotations__
-    assert {*api._KEYS, "train_data", "validation_data", "prompts", "metrics"} == set(api.Objects.__annotations__)
+    assert {*api._NAMED, *api._WRITTEN, "metrics"} == set(api.Objects.__annotations__)
 
 
 def test_importing_it_is_light() -> None:

@@ -261,6 +261,10 @@ def test_heads_whose_names_mean_nothing(classifier: Path, tmp_path: Path) -> Non
     data = prepared(plain, to_jsonl(tmp_path, ["b", "c", "a"]), tmp_path)
     assert (data.label_names, numbers_of(data)) == (("a", "b", "c"), [1, 2, 0])
     assert "does not name its classes (LABEL_0, ...)" in "\n".join(data.report.start_lines())
+    # Numbers that are not the head's are classes of their own as well.
+    data = prepared(plain, to_jsonl(tmp_path, [3, 1, 0, 2]), tmp_path)
+    assert (data.label_names, numbers_of(data)) == (("0", "1", "2", "3"), [3, 1, 0, 2])
+    assert "does not name its classes (LABEL_0, ...)" in "\n".join(data.report.start_lines())
     # What a pipeline of transformers writes.
     assert numbers_of(prepared(plain, to_jsonl(tmp_path, ["LABEL_2", "LABEL_0"]), tmp_path)) == [2, 0]
     assert numbers_of(prepared(plain, to_jsonl(tmp_path, [2, 0]), tmp_path)) == [2, 0]

@@ -20,7 +20,7 @@ import architectures as script
 
 from finetune.config.recipe import validate_recipe
 from finetune.diagnostics.parity.launch_runs import shrink_model
-from finetune.distributed.strategies.first_gradients import unused
+from finetune.distributed.strategies.strategy import unused_parts
 from finetune.models import chunked_loss
 from finetune.models.build_network import build_model
 from finetune.models.forward_wrapper import ForwardWrapper
@@ -64,7 +64,7 @@ def test_scores_and_gradients_are_those_of_transformers(model_type: str) -> None
 @pytest.mark.parametrize("model_type", [name for name in PACKED if name not in UNPACKED])
 def test_what_is_right_is_not_refused(model_type: str) -> None:
     model, recipe = built(model_type)
-    assert preflight.kernels(BACKEND, model, recipe)["attention"] in ("packed", "sdpa", "eager")
+    assert preflight.verify_kernels(BACKEND, model, recipe)["attention"] in ("packed", "sdpa", "eager")
 
 
 @pytest.mark.parametrize("model_type", ["biogpt", "gpt_oss", "lfm2", "mamba", "reformer"])
@@ -72,15 +72,15 @@ def test_documents_that_would_see_each_other_are_refused(model_type: str) -> Non
     """LFM2's convolutions reach two tokens back: a leak of 2e-4 of the scores."""
     model, recipe = built(model_type)
     with pytest.raises(BackendError, match=rf"see each other in \w+ \({model_type}\).*`padded`.*`wrapped`"):
-        preflight.kernels(BACKEND, model, recipe)
+        preflight.verify_kernels(BACKEND, model, recipe)
     model, recipe = built(model_type, packing="wrapped")
-    preflight.kernels(BACKEND, model, recipe)
+    preflight.verify_kernels(BACKEND, model, recipe)
 
 
 def test_positions_that_do_not_count_from_nought_are_refused() -> None:
     model, recipe = built("roberta")
     with pytest.raises(BackendError, match=r"not computed as it is alone in RobertaForCausalLM \(roberta\)"):
-        preflight.kernels(BACKEND, model, recipe)
+        preflight.verify_kernels(BACKEND, model, recipe)
 
 
 @pytest.mark.parametrize("model_type", ["bert", "xlnet", "xlm"])
@@ -88,7 +88,7 @@ def test_a_network_that_sees_its_targets_is_refused(model_type: str) -> None:
     sizes = {"is_decoder": False} if model_type == "bert" else {}
     model, recipe = built(model_type, packing="wrapped", sizes=sizes)
     with pytest.raises(BackendError, match="tokens see those behind them") as refused:
-        preflight.kernels(BACKEND, model, recipe)
+        preflight.verify_kernels(BACKEND, model, recipe)
     assert ("is_decoder: true" in str(refused.value)) == (model_type == "bert")
 
 
@@ -107,7 +107,7 @@ def test_logits_that_are_capped_behind_the_head_are_seen(model_type: str, monkey
 def test_what_an_architecture_stumbles_over_is_named() -> None:
     model, recipe = built("doge", attention="packed")
     with pytest.raises(BackendError, match=r"DogeForCausalLM \(doge\) with attention `packed`.*Set model.attention to"):
-        preflight.kernels(BACKEND, model, recipe)
+        preflight.verify_kernels(BACKEND, model, recipe)
     with pytest.raises(RecipeError, match=r"gpt_oss cannot use.*`eager`"):
         built("gpt_oss", attention="packed")
 
@@ -190,5 +190,5 @@ def test_fsdp_refuses_them_where_it_would_not_leave_them(launcher: Launcher) -> 
 
 def test_unused_parts_are_named_as_a_whole() -> None:
     trained = ["a.b.x", "a.b.y", "a.c.x", "d", "e.x", "e.y"]
-    assert unused(trained, ["a.c.x", "e.x"]) == ["a.b", "d", "e.y"]
-    assert unused(trained, trained) == []
+    assert unused_parts(trained, ["a.c.x", "e.x"]) == ["a.b", "d", "e.y"]
+    assert unused_parts(trained, trained) == []

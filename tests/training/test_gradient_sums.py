@@ -13,15 +13,16 @@ from harness import ROOT, Launcher
 from recipes_for_tests import PARITY, base
 
 from finetune.config.recipe import validate_recipe
+from finetune.distributed import device_selection
 from finetune.distributed.gpu_specs import find_gpu
 from finetune.distributed.launch import launch_config
 from finetune.distributed.launch.launch_config import Launch, launch_of_environment, read_launch
 from finetune.distributed.launch.predicted_environment import launch_of_file, predict_environment
 from finetune.distributed.resolve_config import resolve_config
-from finetune.distributed.strategies.find_strategy import strategy_of
+from finetune.distributed.strategies.strategy import strategy_of
 from finetune.planning import model_shapes
 from finetune.planning.launch_candidates import Candidate, assess_candidate, setting_of
-from finetune.training import gradient_sums
+from finetune.training import build_run
 from finetune.utils.compat import torch_private
 from finetune.utils.errors import BackendError
 
@@ -243,10 +244,10 @@ def test_a_run_settles_it_by_the_forecast(
     each: bool | None,
     forecast: bool,
 ) -> None:
-    monkeypatch.setattr(gradient_sums.device_selection, "total_memory", lambda: round(gib * 2**30))
+    monkeypatch.setattr(device_selection, "total_memory", lambda: round(gib * 2**30))
     recipe = validate_recipe(base(batch={"global_size": 4 * accumulation, "micro_size": 2}))
     asked = Launch("fsdp", 2, sync_each_batch=said, mixed_precision=cast)
-    found = gradient_sums.choose_gradient_sums(recipe, asked, accumulation)
+    found = build_run.choose_gradient_sums(recipe, asked, accumulation)
     if each is None:
         assert found is None
         return
@@ -263,13 +264,13 @@ def test_a_run_settles_it_by_the_forecast(
 def test_a_torch_that_cannot_sum_after_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch 2.11: asked for it is refused, left open it is once a step, whatever the forecast."""
     monkeypatch.setattr(torch_private, "reduces_unused_gradients", lambda: False)
-    monkeypatch.setattr(gradient_sums.device_selection, "total_memory", lambda: 2**29)
+    monkeypatch.setattr(device_selection, "total_memory", lambda: 2**29)
     recipe = validate_recipe(base(batch={"global_size": 16, "micro_size": 2}))
     with pytest.raises(BackendError, match=r"fsdp_sync_each_batch: true, for which torch .* lacks a function"):
         resolve_config(recipe, Launch("fsdp", 2, sync_each_batch=True), {})
     for asked in (None, False):
         launch = Launch("fsdp", 2, sync_each_batch=asked)
         resolve_config(recipe, launch, {})
-        found = gradient_sums.choose_gradient_sums(recipe, launch, 4)
+        found = build_run.choose_gradient_sums(recipe, launch, 4)
         assert found is not None
         assert found.each is False

@@ -21,13 +21,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from finetune.config.recipe import validate_recipe
 from finetune.config.recipe_schema import Recipe
 from finetune.distributed.resolve_config import derive_accumulation
-from finetune.distributed.strategies import gradient_norm
+from finetune.distributed.strategies import strategy
 from finetune.models.forward_wrapper import ForwardWrapper
 from finetune.monitoring.metrics import PhaseTimer
 from finetune.optim import lr_schedule
 from finetune.optim.optimizers import build_optimizer, parameter_groups
-from finetune.tasks.training_length import Length, measure_length
 from finetune.training.loop import seed_torch
+from finetune.training.run import Length, measure_length
 from finetune.utils.errors import DataError, RecipeError
 
 
@@ -188,8 +188,8 @@ def test_the_norm_of_large_gradients_is_exact() -> None:
     large = torch.randn(30_000, 300, generator=torch.Generator().manual_seed(0))
     gradients = [large, torch.full((7,), 0.1), torch.tensor(2.0)]
     exact = sum(float(gradient.double().square().sum()) for gradient in gradients)
-    assert gradient_norm._total_square(gradients, large.device).item() == pytest.approx(exact, rel=2e-7)
-    assert gradient_norm._total_square([], large.device).item() == 0.0
+    assert strategy._total_square(gradients, large.device).item() == pytest.approx(exact, rel=2e-7)
+    assert strategy._total_square([], large.device).item() == 0.0
 
 
 def test_seeds_have_no_history() -> None:

@@ -25,7 +25,7 @@ from finetune.tasks.causal_lm import next_token_logits
 from finetune.tasks.metrics import check_metrics, find_metrics, score_predictions
 from finetune.tasks.prompt_set import read_prompts
 from finetune.tasks.task_lookup import BUILT_IN
-from finetune.training import generate_answers
+from finetune.training import evaluate_run
 from finetune.utils.errors import DataError, RecipeError
 
 TEXTS = ("exact_match", "f1", "rouge1", "rouge2", "rougeL")
@@ -273,7 +273,7 @@ def test_tokens_are_those_without_a_cache(kind: str) -> None:
         evaluate_batches=evaluate_batches,
     )
     ends = {7}
-    found = generate_answers.generate(
+    found = evaluate_run.generate_tokens(
         backend, _Wrapped(network).eval(), prompts, longest=30, max_new_tokens=16, ends=ends, stopping=lambda: False
     )
     for prompt, text in zip(prompts, found or [], strict=True):

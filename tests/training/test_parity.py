@@ -10,7 +10,7 @@ import yaml
 from harness import ROOT, Launcher, assert_same_path, assert_same_path_in_bf16
 from recipes_for_tests import PARITY, SPLITS, WIDE
 
-from finetune.distributed.native_ops.toolchain import has_libaio
+from finetune.distributed.native_ops import has_libaio
 
 BACKENDS = ["ddp", "fsdp", "fsdp_grad_op", "hsdp", "zero1", "zero2", "zero3", "zero3_offload"]
 BACKENDS += ["sp", "fsdp_sp", "tp", "fsdp_tp", "fsdp_tp_sp"]

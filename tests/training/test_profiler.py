@@ -52,7 +52,7 @@ def test_table_is_for_people() -> None:
         "communication_ms": 25.0,
         "operations_ms": {"aten::mm": 80.0},
     }
-    text = profiler.table(found)
+    text = profiler.phase_table(found)
     assert "60.0%" in text
     assert "25.0%" in text
     assert "aten::mm" in text

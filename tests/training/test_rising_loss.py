@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from inside import mlp, run_here
 
-from finetune.training.outcome import rising_loss
+from finetune.training.finish_run import rising_loss
 
 
 @pytest.mark.parametrize(

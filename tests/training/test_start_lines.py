@@ -13,7 +13,7 @@ from inside import Done, mlp, run_here, stop_after
 from recipes_for_tests import base
 from rich.console import Console
 
-from finetune.export import loss_plot
+from finetune.export import model_card
 from finetune.monitoring import metrics
 from finetune.monitoring.trackers import Trackers
 
@@ -127,8 +127,8 @@ def drawn(file: Path) -> list[list[tuple[float, float]]]:
 
 
 def test_the_plot_is_of_the_steps_that_the_weights_have(trained: Done, tmp_path: Path) -> None:
-    assert loss_plot.write_loss_plot(tmp_path, trained.directory, 4) == "loss.svg"
+    assert model_card.write_loss_plot(tmp_path, trained.directory, 4) == "loss.svg"
     assert [len(points) for points in drawn(tmp_path / "loss.svg")] == [4, 1]
     # Nothing to draw a line of; and weights of which no history is left.
-    assert loss_plot.write_loss_plot(tmp_path, trained.directory, 1) is None
-    assert loss_plot.write_loss_plot(tmp_path, tmp_path / "nothing", None) is None
+    assert model_card.write_loss_plot(tmp_path, trained.directory, 1) is None
+    assert model_card.write_loss_plot(tmp_path, tmp_path / "nothing", None) is None

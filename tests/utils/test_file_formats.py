@@ -10,7 +10,7 @@ import pytest
 
 from finetune.config.recipe import load_recipe, validate_recipe
 from finetune.data.chat.chat_templates import find_template
-from finetune.data.tokenization.build_tokenizer import load_tokenizer
+from finetune.data.tokenization.tokenizer import load_tokenizer
 from finetune.distributed.launch.deepspeed_file import read_deepspeed_file
 from finetune.distributed.launch.launch_file import read_launch_file
 from finetune.models.pretrained_files import stored_dtype

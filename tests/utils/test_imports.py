@@ -45,7 +45,7 @@ LIGHT = [
     "training/entry_point",
     "distributed/launch/launcher",
     "config/recipe",
-    "config/recipe_paths",
+    "config/path_kinds",
     "config/recipe_schema",
     "tasks/__init__",
     "tasks/task",

@@ -43,7 +43,7 @@ def struck(place: Place, module: str, number: int, words: list[str]) -> subproce
     [
         ("finetune.cli.completion", signal.SIGINT),
         ("finetune.config.recipe", signal.SIGINT),
-        ("finetune.distributed.launch.forked_workers", signal.SIGINT),
+        ("finetune.distributed.launch.predicted_environment", signal.SIGINT),
         ("accelerate", signal.SIGINT),
         ("finetune.training.build_run", signal.SIGINT),
         ("torch.distributed.elastic.multiprocessing.errors", signal.SIGINT),
@@ -97,7 +97,7 @@ def test_ctrl_c_while_data_is_prepared_says_what_is_kept(place: Place) -> None:
 
 PRINTS = """
 import os, sys
-from finetune.utils.output_streams import outlive_readers
+from finetune.utils.signals import outlive_readers
 outlive_readers()
 os.read(int(sys.argv[1]), 1)
 for stream in (sys.stdout, sys.stderr):

@@ -5,9 +5,9 @@ Letters: `N` tokens of one conversation.
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,13 +17,11 @@ from transformers import PreTrainedTokenizerBase
 
 from finetune.config.recipe_schema import ChatSection
 from finetune.data.chat import special_token_text
-from finetune.data.chat.chat_templates import Template, find_answers, first_messages
+from finetune.data.chat.chat_templates import Part, Template, find_answers, first_messages, write_conversation
 from finetune.data.chat.special_token_text import Span
-from finetune.data.chat.written_parts import Part, write_conversation
 from finetune.data.sources.conversation_formats import REASONING, Conversation, InvalidConversation, Tolerance
-from finetune.data.sources.documents import Chosen
-from finetune.data.tokenization.chat_examples import Example, Facts, Mask, cut_right, left_out
-from finetune.data.tokenization.encoding import Encoded, open_tokenizer
+from finetune.data.sources.corpus import Chosen
+from finetune.data.tokenization.tokenizer import Encoded, Example, Facts, Mask, open_tokenizer
 from finetune.utils.errors import DataError
 
 FORMAT_VERSION = 3
@@ -46,11 +44,8 @@ class ChatEncoder:
         """Takes what the recipe says.
 
         Args:
-            tokenizer: One with a fast backend: only these say where in a text a token lies.
-            template: Writes conversations.
-            section: Says what is learned, and what becomes of conversations that are too long.
             row_length: T; a conversation has at most one token more.
-            around: Put before and behind documents that are plain text.
+            around: Tokens before and behind documents that are plain text.
             tolerance: The way to treat conversations that the template refuses.
 
         Raises:
@@ -137,12 +132,10 @@ class ChatEncoder:
             return example
         if self._section.too_long == "cut_right":
             return cut_right(example, room, self._special.keys())
-        shorter = _without_oldest(conversation) if self._section.too_long == "cut_left" else None
-        while shorter is not None:
+        for shorter in _without_oldest(conversation) if self._section.too_long == "cut_left" else ():
             example = self._example(shorter, where)
             if 0 < example.ids.size <= room:
                 return replace(example, facts=replace(example.facts, cut=1))
-            shorter = _without_oldest(shorter)
         return left_out(Facts(too_long=1))
 
     def _example(self, conversation: Conversation, where: str) -> Example:
@@ -191,21 +184,20 @@ class ChatEncoder:
 
     def _learned(self, conversation: Conversation, where: str) -> list[int]:
         """The numbers of the messages that are learned; with `all` of those that are answers."""
-        all_learned = self._section.train_on == "all" and any(conversation.weights)
-        for number, (message, weight) in enumerate(zip(conversation.messages, conversation.weights, strict=True), 1):
-            if all_learned and message["role"] != "assistant" and not weight:
-                raise InvalidConversation(
-                    "weight",
-                    f"{where}, turn {number}: this turn of role {message['role']} is not to be learned, and with "
-                    "chat.train_on: all only answers can be left out. Remove its weight, or set chat.train_on to "
-                    "assistant.",
-                )
-        spoken = [n for n, message in enumerate(conversation.messages) if message["role"] == "assistant"]
+        roles, weights = [message["role"] for message in conversation.messages], conversation.weights
+        silent = [n for n, role in enumerate(roles) if role != "assistant" and not weights[n]]
+        if self._section.train_on == "all" and silent and any(weights):
+            raise InvalidConversation(
+                "weight",
+                f"{where}, turn {silent[0] + 1}: this turn of role {roles[silent[0]]} is not to be learned, and with "
+                "chat.train_on: all only answers can be left out. Remove its weight, or set train_on to assistant.",
+            )
+        spoken = [number for number, role in enumerate(roles) if role == "assistant"]
         if self._section.train_on == "last":
             spoken = spoken[-1:]
         elif self._section.train_on == "completions":
             spoken = [number for number in spoken if number >= conversation.completion]
-        return [number for number in spoken if conversation.weights[number]]
+        return [number for number in spoken if weights[number]]
 
     def _write(
         self, conversation: Conversation, learned: list[int], where: str
@@ -217,9 +209,8 @@ class ChatEncoder:
             which the template does not write all.
         """
         writing = write_conversation(self._template, conversation, where)
-        unwritten = self._check_unwritten(writing.chat, writing.missing, learned, where)
-        chat = writing.chat
-        wanted = learned
+        chat, wanted = writing.chat, learned
+        unwritten = self._check_unwritten(chat, writing.missing, learned, where)
         if self._section.train_on == "all":
             # Only what is not learned has to be found, and what needs an end.
             silent = [n for n, m in enumerate(chat.messages) if m["role"] == "assistant" and n not in learned]
@@ -227,60 +218,57 @@ class ChatEncoder:
         raw = json.dumps([chat.messages, chat.tools], ensure_ascii=False)
         marks = special_token_text.marks_for(raw)
         special = special_token_text.alternatives(self._names)
-        marked = special.search(raw) is not None
-        if marked:
-            chat = replace(chat, messages=marks.put(chat.messages, special), tools=marks.put(chat.tools, special))
-        pattern = special_token_text.written_by_template(self._names, marks)
-        text, spans = find_answers(self._template, chat, wanted, pattern, where)
-        if not marked:
-            return text, [], spans, unwritten
-        clean, parts, removed = marks.remove(text)
+        chat = replace(chat, messages=marks.put(chat.messages, special), tools=marks.put(chat.tools, special))
+        written = special_token_text.alternatives(self._names, marks)
+        text, spans = find_answers(self._template, chat, wanted, written, where)
+        clean, parts, places = marks.remove(text)
         if clean != writing.text:
             raise InvalidConversation(
                 "special tokens",
                 f"{where}: a message holds a special token ({', '.join(sorted(set(special.findall(raw))))}), which the "
                 "chat template reads as more than characters. Remove it from the record.",
             )
-        moved = partial(special_token_text.moved, removed=removed)
-        found = {n: [(moved(start), moved(end)) for start, end in places] for n, places in spans.items()}
+
+        def moved(place: int) -> int:
+            return place - bisect_left(places, place)
+
+        found = {n: [(moved(start), moved(end)) for start, end in answer] for n, answer in spans.items()}
         return clean, parts, found, unwritten
 
     def _check_unwritten(
         self, chat: Conversation, missing: Sequence[Part], learned: Sequence[int], where: str
     ) -> frozenset[str]:
         """The fields of which the template does not write all; those that are needed are refused."""
-        template = self._template.name
+
+        def written_as_last(field: str, turn: int) -> bool:
+            # Many templates write no thoughts of earlier turns, but all those of the last one.
+            last = write_conversation(self._template, first_messages(chat, turn + 1), where)
+            return all((part.field, part.turn) != (field, turn) for part in last.missing)
+
         for part in missing:
-            place = where if part.turn is None else f"{where}, turn {part.turn + 1}"
-            if part.field == "tools" and not self._section.drop_tools:
-                raise InvalidConversation(
-                    "tools that the template does not write",
-                    f"{place}: the conversation has tools, and the chat template ({template}) does not write all of "
-                    "them, so that a model would learn calls of functions that it never saw. Name a template that "
-                    "does as chat.template (`plain` does), or set chat.drop_tools to true to learn without them.",
-                )
-            if part.field in ("content", "tool_calls"):
-                raise InvalidConversation(
-                    f"{part.field} that the template does not write",
-                    f"{place}: the chat template ({template}) does not write all of this turn's `{part.field}`, so "
-                    "that a model would learn or read something else than the record says. Name a template that does "
-                    "as chat.template (`plain` writes content and calls), or mend the record.",
-                )
-            if (
-                part.field in REASONING
-                and part.turn is not None
-                and part.turn in learned
-                and not self._section.drop_reasoning
+            field, turn = part.field, -1 if part.turn is None else part.turn
+            if field == "tools" and not self._section.drop_tools:
+                kind, has = field, "the conversation has tools"
+                effect = "learn calls of functions that it never saw"
+                otherwise = "set chat.drop_tools to true to learn without them"
+            elif field in ("content", "tool_calls"):
+                kind, has = field, f"this turn has `{field}`"
+                effect, otherwise = "learn or read something else than the record says", "mend the record"
+            elif (
+                field in REASONING
+                and turn in learned
+                and not (self._section.drop_reasoning or written_as_last(field, turn))
             ):
-                # Many templates write no thoughts of earlier turns, but all those of the last one.
-                last = write_conversation(self._template, first_messages(chat, part.turn + 1), where)
-                if any((other.field, other.turn) == (part.field, part.turn) for other in last.missing):
-                    raise InvalidConversation(
-                        "reasoning that the template does not write",
-                        f"{place}: the answer has `{part.field}`, and the chat template ({template}) does not write "
-                        "it, so that a model would learn to answer without. Name a template that does as "
-                        "chat.template, or set chat.drop_reasoning to true to learn without it.",
-                    )
+                kind, has = "reasoning", f"the answer has `{field}`"
+                effect, otherwise = "learn to answer without", "set chat.drop_reasoning to true to learn without it"
+            else:
+                continue
+            raise InvalidConversation(
+                f"{kind} that the template does not write",
+                f"{where}{f', turn {turn + 1}' if turn >= 0 else ''}: {has}, and the chat template "
+                f"({self._template.name}) does not write all of it, so that a model would {effect}. Name a template "
+                f"that does as chat.template (`plain` writes content, tools and calls), or {otherwise}.",
+            )
         text = self._template.text_for(chat, where)
         unread = (name for name in chat.variables if re.search(rf"\b{re.escape(name)}\b", text) is None)
         return frozenset([*(part.field for part in missing), *(f"chat_template_kwargs.{name}" for name in unread)])
@@ -315,17 +303,51 @@ class ChatEncoder:
         return np.insert(tokens, at, eos), np.insert(mask, at, True), offsets
 
 
-def _without_oldest(conversation: Conversation) -> Conversation | None:
-    """A conversation without its oldest exchange; its system message stays. None if it has only one."""
+def _without_oldest(conversation: Conversation) -> Iterator[Conversation]:
+    """A conversation without its oldest exchange, then without one more, and so on; its system message stays."""
     roles = [message["role"] for message in conversation.messages]
     first = int(roles[0] == "system")
-    later = [number for number, role in enumerate(roles) if role == "user" and number > first]
-    if not later:
-        return None
-    kept = [*range(first), *range(later[0], len(roles))]
-    return replace(
-        conversation,
-        messages=[conversation.messages[n] for n in kept],
-        weights=[conversation.weights[n] for n in kept],
-        completion=max(first, conversation.completion - (later[0] - first)),
+    for start in (number for number, role in enumerate(roles) if role == "user" and number > first):
+        yield replace(
+            conversation,
+            messages=conversation.messages[:first] + conversation.messages[start:],
+            weights=conversation.weights[:first] + conversation.weights[start:],
+            completion=max(first, conversation.completion - (start - first)),
+        )
+
+
+def left_out(facts: Facts) -> Example:
+    """No tokens, but counts."""
+    return Example(np.array([], np.uint32), np.array([], np.bool_), facts)
+
+
+def cut_right(example: Example, room: int, special: Collection[int]) -> Example:
+    """An example without its end; left out if that leaves nothing to learn.
+
+    Args:
+        example: One of more than `room` tokens.
+        room: Tokens that stay.
+        special: Tokens that end answers.
+    """
+    ids, mask = example.ids[:room], example.mask[:room]
+    if not mask[1:].any():
+        return left_out(Facts(too_long=1))
+    gone = _runs(example.mask) - _runs(mask)
+    lost = gone + int(mask[-1] and example.mask[room])
+    last = int(ids[mask][-1])
+    end = (last if last in special else None) if lost else example.end
+    facts = replace(
+        example.facts,
+        tokens=room,
+        supervised=int(mask[1:].sum()),
+        ended=int(end is not None),
+        answers=example.facts.answers - gone,
+        cut=1,
+        answers_cut=lost,
     )
+    return Example(ids, mask, facts, end)
+
+
+def _runs(mask: Mask) -> int:
+    """Number of runs of targets."""
+    return int((np.diff(mask, prepend=False) & mask).sum())

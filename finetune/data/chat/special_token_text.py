@@ -5,9 +5,9 @@ characters that occur nowhere else. Unicode keeps some that no text may hold.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,6 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from finetune.data.sources.conversation_formats import InvalidConversation
-from finetune.data.tokenization.memmap import Int64s
 
 Span = tuple[int, int]
 
@@ -31,28 +30,31 @@ class Marks:
 
     def put(self, value: Any, special: re.Pattern[str]) -> Any:
         """The same texts, lists and objects, with marks."""
-        if isinstance(value, str):
-            return special.sub(lambda match: f"{self.open}{match[0]}{self.close}", value)
-        if isinstance(value, dict):
-            return {key: self.put(inner, special) for key, inner in value.items()}
-        if isinstance(value, list):
-            return [self.put(inner, special) for inner in value]
-        return value
+        return change_texts(value, partial(special.sub, lambda match: f"{self.open}{match[0]}{self.close}"))
 
-    def remove(self, text: str) -> tuple[str, list[Span], Int64s]:
-        """A text without marks, the literal parts of it, and where in it the marks were."""
-        places = np.array([m.start() for m in re.finditer(f"[{self.open}{self.close}]", text)], np.int64)
-        places -= np.arange(places.size)
+    def remove(self, text: str) -> tuple[str, list[Span], list[int]]:
+        """A text without marks, the literal parts of it, and where the marks were in the text that has them."""
+        places = [match.start() for match in re.finditer(f"[{self.open}{self.close}]", text)]
         clean = text.replace(self.open, "").replace(self.close, "")
-        pairs = places.reshape(-1, 2).tolist() if places.size % 2 == 0 else []
-        return clean, [(start, end) for start, end in pairs], places
+        bounds = [place - number for number, place in enumerate(places)]
+        spans = list(zip(bounds[::2], bounds[1::2], strict=True)) if len(bounds) % 2 == 0 else []
+        return clean, spans, places
+
+
+def change_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """The same value with other texts, at any depth; keys of objects stay."""
+    if isinstance(value, dict):
+        return {key: change_texts(inner, change) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [change_texts(inner, change) for inner in value]
+    return change(value) if isinstance(value, str) else value
 
 
 def marks_for(text: str) -> Marks:
     """Two characters that a text does not hold.
 
     Raises:
-        BrokenConversation: If it holds nearly all of them.
+        InvalidConversation: If it holds nearly all of them.
     """
     free = [character for character in _NONCHARACTERS if character not in text]
     if len(free) < 2:
@@ -61,32 +63,18 @@ def marks_for(text: str) -> Marks:
 
 
 @lru_cache
-def written_by_template(names: tuple[str, ...], marks: Marks) -> re.Pattern[str]:
-    """Matches special tokens that are not marked."""
-    return re.compile(f"(?<!{marks.open})(?:{alternatives(names).pattern})")
-
-
-@lru_cache
-def alternatives(names: tuple[str, ...]) -> re.Pattern[str]:
-    """Matches any of some texts, the longest that fits."""
-    return re.compile("|".join(re.escape(name) for name in sorted(names, key=len, reverse=True)) or "(?!)")
-
-
-def moved(place: int, removed: Int64s) -> int:
-    """Moves a place to where it is without marks; `removed` holds where these were, counted without them."""
-    # The n-th mark lay at removed[n] + n.
-    return place - int(np.searchsorted(removed + np.arange(removed.size), place))
+def alternatives(names: tuple[str, ...], marks: Marks | None = None) -> re.Pattern[str]:
+    """Matches any of some texts, the longest that fits; with `marks`, one that is not marked."""
+    found = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True)) or "(?!)"
+    return re.compile(found if marks is None else f"(?<!{marks.open})(?:{found})")
 
 
 def encode(
     fast: Tokenizer, literal: Tokenizer, text: str, literals: Sequence[Span]
 ) -> tuple[list[int], npt.NDArray[np.int64]]:
     """Tokens of a text and where each starts and ends in it, (tokens, 2); in its literal parts nothing is special."""
-    if not literals:
-        encoding = fast.encode(text, add_special_tokens=False)
-        return encoding.ids, np.array(encoding.offsets, np.int64).reshape(-1, 2)
     ids: list[int] = []
-    offsets = []
+    offsets = [np.empty((0, 2), np.int64)]
     last = 0
     for start, end in [*literals, (len(text), len(text))]:
         for tokenizer, begin, stop in ((fast, last, start), (literal, start, end)):
@@ -100,11 +88,10 @@ def encode(
 
 def _piece(tokenizer: Tokenizer, text: str, *, first: bool) -> tuple[list[int], npt.NDArray[np.int64]]:
     """Tokens of a part. Some tokenizers put a space before a text: behind a line break they do not, which then goes."""
-    lead = tokenizer.encode("\n", add_special_tokens=False).ids
-    for prefix in [""] if first else ["\n", ""]:
-        encoding = tokenizer.encode(prefix + text, add_special_tokens=False)
-        if not prefix or encoding.ids[: len(lead)] == lead:
-            skip = len(lead) if prefix else 0
-            places = np.array(encoding.offsets, np.int64).reshape(-1, 2)[skip:] - len(prefix)
-            return encoding.ids[skip:], np.maximum(places, 0)
-    raise AssertionError("a part without a prefix is always taken")
+    prefix = "" if first else "\n"
+    lead = tokenizer.encode(prefix, add_special_tokens=False).ids if prefix else []
+    encoding = tokenizer.encode(prefix + text, add_special_tokens=False)
+    if encoding.ids[: len(lead)] != lead:
+        prefix, lead, encoding = "", [], tokenizer.encode(text, add_special_tokens=False)
+    places = np.array(encoding.offsets, np.int64).reshape(-1, 2)[len(lead) :] - len(prefix)
+    return encoding.ids[len(lead) :], np.maximum(places, 0)

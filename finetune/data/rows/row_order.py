@@ -71,7 +71,7 @@ def rows_at(
         raise ValueError(f"Positions count from 0, got {int(where.min())}.")
     where = where.astype(np.uint64)
     epochs, index = np.divmod(where, np.uint64(epoch_rows))
-    keys = splitmix64(epochs + np.uint64(_mix_int(seed & _MASK)))
+    keys = splitmix64(epochs + splitmix64(np.array([seed & _MASK], np.uint64))[0])
     half_bits = max(1, ((num_rows - 1).bit_length() + 1) // 2)
     rows = _permute(index, keys, half_bits)
     outside = rows >= num_rows
@@ -97,7 +97,3 @@ def splitmix64(values: UInt64s) -> UInt64s:
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
-
-
-def _mix_int(value: int) -> int:
-    return int(splitmix64(np.array([value], dtype=np.uint64))[0])

@@ -8,6 +8,7 @@ A key that holds null is the same as no key, in every format: Arrow (Parquet, `s
 other record has. In JSON that is given as a text, which Arrow leaves alone, null is null.
 """
 
+import itertools
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -47,9 +48,7 @@ _FORMATS: tuple[tuple[str, dict[str, str]], ...] = (
     ("text", {"text": "text"}),
 )
 # May be missing from a record.
-_OPTIONAL = {key: key for key in ("input", "system", "tools", "functions", "history", "chat_template_kwargs")}
-# Read in records of a prompt and an answer only.
-_OF_PAIRS = ("input", "history")
+_OPTIONAL = ("input", "system", "tools", "functions", "history", "chat_template_kwargs")
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of what a model thinks before it answers."""
 # Whether a message or a record is learned: OpenAI's, axolotl's two, ms-swift's.
@@ -86,8 +85,7 @@ class Tolerance:
 
     def restore(self, counts: Mapping[str, int], first: str | None) -> None:
         """Replaces what was counted by what another process has counted, or by nothing."""
-        self.counts = Counter(counts)
-        self.first = first
+        self.counts, self.first = Counter(counts), first
 
     def meet(self, problem: InvalidConversation) -> None:
         """Raises it, or counts it.
@@ -145,6 +143,7 @@ class RecordForm:
     unread: set[str] = field(default_factory=set)
     """Fields of records that hold something and are not read."""
     _paths: dict[str, str] = field(default_factory=dict)
+    """Paths of the fields that are read, by their meaning, once a record was read."""
 
     def fingerprint(self) -> list[Any]:
         """Lists all that decides how a record is read."""
@@ -168,12 +167,15 @@ class RecordForm:
         try:
             record = without_nulls(record, where)
             if not self.detected:
-                self.detected, self._paths = self._detect(record, where)
-            self._note_unread(record)
+                self._detect(record, where)
+            read = {path if path in record else path.partition(".")[0] for path in self._paths.values()}
+            if self.detected != "text":
+                read.update((_WEIGHTS[0], *_VERDICTS))
+            self.unread.update(key for key, value in record.items() if key not in read and value not in ("", [], {}))
             if self.detected == "text":
                 text = self._text(record, "text", where)
                 return json.dumps({"text": text.strip() if self.strip else text}, ensure_ascii=False)
-            conversation = self._messages(record, where) if "messages" in self._paths else self._pair(record, where)
+            conversation = self._conversation(record, where)
             _check(conversation, where)
             try:
                 return conversation.to_json()
@@ -185,67 +187,47 @@ class RecordForm:
             self.tolerance.meet(problem)
             return ""
 
-    def _note_unread(self, record: Mapping[str, Any]) -> None:
-        text, pair = self.detected == "text", "messages" not in self._paths
-        optional = () if text else (key for key in _OPTIONAL if pair or key not in _OF_PAIRS)
-        paths = {*self._paths.values(), *map(self._path, optional)}
-        read = {path if path in record else path.partition(".")[0] for path in paths}
-        read.update(() if text else (*_WEIGHTS[:1], *_VERDICTS))
-        self.unread.update(key for key, value in record.items() if key not in read and value not in ("", [], {}))
-
-    def _detect(self, record: Mapping[str, Any], where: str) -> tuple[str, dict[str, str]]:
-        given = dict(self.fields)
-        if self.format == "auto" and ("messages" in given or {"user", "assistant"} <= given.keys()):
-            return _listed(record, given) if "messages" in given else "pairs", given
-        known = [(name, {**paths, **given}) for name, paths in _FORMATS if self.format in ("auto", name)]
-        known = [(n, {"text": self.text_field} if n == "text" else paths) for n, paths in known]
-        for name, paths in known:
-            if all(find_value(record, path) is not _ABSENT for key, path in paths.items() if key not in _OPTIONAL):
-                found = _listed(record, paths) if self.format == "auto" and "messages" in paths else name
-                return found, paths
-        wanted = "; ".join(f"{name}: {', '.join(p for k, p in paths.items() if k != 'input')}" for name, paths in known)
-        raise DataError(
-            f"{where}: the fields are {_names(record)}, and no format has these. Known are {wanted}. Name the fields "
-            "in the source's `fields`, such as {user: question, assistant: answers.0} or {messages: chat.turns}."
-        )
-
-    def _messages(self, record: Mapping[str, Any], where: str) -> Conversation:
-        turns = self._value(record, "messages", where)
-        if not isinstance(turns, Sequence) or isinstance(turns, str) or not turns:
-            raise InvalidConversation(
-                "no turns", f"{where}: '{self._paths['messages']}' must be a list of turns, got {kind_of(turns)}."
+    def _detect(self, record: Mapping[str, Any], where: str) -> None:
+        """Finds the format of a source by its first record, and where in it the fields lie."""
+        auto, given = self.format == "auto", dict(self.fields)
+        known = [(name, {**paths, **given}) for name, paths in _FORMATS if auto or self.format == name]
+        known = [(name, {"text": self.text_field} if name == "text" else paths) for name, paths in known]
+        if auto and ("messages" in given or {"user", "assistant"} <= given.keys()):
+            fitting = [("pairs", given)]
+        else:
+            fitting = [
+                (name, paths)
+                for name, paths in known
+                if all(key in _OPTIONAL or find_value(record, path) is not _ABSENT for key, path in paths.items())
+            ]
+        if not fitting:
+            wanted = "; ".join(f"{n}: {', '.join(p for k, p in paths.items() if k != 'input')}" for n, paths in known)
+            raise DataError(
+                f"{where}: the fields are {_names(record)}, and no format has these. Known are {wanted}. Name the "
+                "fields in the source's `fields`, such as {user: question, assistant: answers.0} or "
+                "{messages: chat.turns}."
             )
-        messages, weights = self._turns(turns, where)
-        completion = max((n + 1 for n, message in enumerate(messages) if message["role"] == "user"), default=0)
-        return self._whole(record, messages, weights, completion, where)
+        self.detected, self._paths = fitting[0]
+        if auto and "messages" in self._paths:
+            turns = find_value(record, self._paths["messages"])
+            first = turns[0] if isinstance(turns, list) and turns else {}
+            shared = isinstance(first, Mapping) and "from" in first and "role" not in first
+            self.detected = "sharegpt" if shared else "messages"
+        if self.detected != "text":
+            of_pairs = ("input", "history")  # `input` is a common name, which means this in Alpaca's format only
+            kept = (key for key in _OPTIONAL if key not in of_pairs[: 2 if "messages" in self._paths else 1])
+            self._paths = {**{key: key for key in kept}, **self._paths}
 
-    def _pair(self, record: Mapping[str, Any], where: str) -> Conversation:
-        prompt = self._value(record, "user", where)
-        answer = self._value(record, "assistant", where)
-        if isinstance(prompt, list) and isinstance(answer, list):
-            messages, weights = self._turns([*prompt, *answer], where)
-            return self._whole(record, messages, weights, len(prompt), where)
-        question = self._text(record, "user", where)
-        if more := self._text(record, "input", where).strip():
-            question = f"{question}\n\n{more}"
-        messages = self._history(record, where)
-        messages.append({"role": "user", "content": question})
-        messages.append({"role": "assistant", "content": self._text(record, "assistant", where)})
-        return self._whole(record, messages, [1] * len(messages), len(messages) - 1, where)
-
-    def _whole(
-        self, record: Mapping[str, Any], messages: list[dict[str, Any]], weights: list[int], completion: int, where: str
-    ) -> Conversation:
-        """Turns with what a record says beside them."""
+    def _conversation(self, record: Mapping[str, Any], where: str) -> Conversation:
+        messages, weights, completion = self._spoken(record, where)
         _refuse_media(record, where)
         for name in _VERDICTS:
             if str(record.get(name)).lower() == "false":
                 raise InvalidConversation(
                     "a bad answer",
-                    f"{where}: `{name}` is false, which marks an answer that is not to be given, and it would be "
-                    "learned like a good one. Leave such records out.",
+                    f"{where}: `{name}` is false, which marks an answer as a bad one. Leave such records out.",
                 )
-        if not _weight({key: value for key, value in record.items() if key == _WEIGHTS[0]}, where):
+        if not _weight({"weight": record.get("weight", 1)}, where):
             weights = [0] * len(weights)
         if system := self._text(record, "system", where):
             messages = [{"role": "system", "content": system}, *messages]
@@ -259,23 +241,42 @@ class RecordForm:
             )
         return Conversation(messages, weights, self._tools(record, where), completion, variables)
 
-    def _history(self, record: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-        """Earlier questions and answers, as LLaMA-Factory has them."""
-        messages = []
-        for pair in self._json(record, "history", list, where) or []:
+    def _spoken(self, record: Mapping[str, Any], where: str) -> tuple[list[dict[str, Any]], list[int], int]:
+        """The turns of a record, their weights, and the number of the first that is the completion."""
+        if "messages" in self._paths:
+            turns = self._value(record, "messages", where)
+            if not isinstance(turns, list | tuple) or not turns:
+                raise InvalidConversation(
+                    "no turns", f"{where}: '{self._path('messages')}' must be a list of turns, got {kind_of(turns)}."
+                )
+            messages, weights = self._turns(turns, where)
+            users = (number for number, message in enumerate(messages, start=1) if message["role"] == "user")
+            return messages, weights, max(users, default=0)
+        prompt, answer = self._value(record, "user", where), self._value(record, "assistant", where)
+        if isinstance(prompt, list) and isinstance(answer, list):
+            return *self._turns([*prompt, *answer], where), len(prompt)
+        question = self._text(record, "user", where)
+        if "input" in self._paths and (more := self._text(record, "input", where).strip()):
+            question = f"{question}\n\n{more}"
+        said: list[Any] = []
+        for pair in self._json(record, "history", list, where) or []:  # as LLaMA-Factory has it
             if not isinstance(pair, list) or [type(text) for text in pair] != [str, str]:
                 raise InvalidConversation(
                     "no text",
                     f"{where}: '{self._path('history')}' must be a list of pairs of texts, a question and its answer.",
                 )
-            messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
-        return messages
+            said += pair
+        said += [question, self._text(record, "assistant", where)]
+        roles = itertools.cycle(("user", "assistant"))
+        messages = [{"role": role, "content": text} for role, text in zip(roles, said, strict=False)]
+        return messages, [1] * len(messages), len(messages) - 1
 
     def _turns(self, turns: Iterable[Any], where: str) -> tuple[list[dict[str, Any]], list[int]]:
         messages, weights = [], []
+        who, what = ("from", "value") if self.detected == "sharegpt" else ("role", "content")
+        known = {**ROLES, **self.roles}
         for number, turn in enumerate(turns, start=1):
             place = f"{where}, turn {number}"
-            who, what = ("from", "value") if self.detected == "sharegpt" else ("role", "content")
             if not isinstance(turn, Mapping) or who not in turn:
                 got = ", ".join(turn) if isinstance(turn, Mapping) else kind_of(turn)
                 raise InvalidConversation(
@@ -283,8 +284,14 @@ class RecordForm:
                     f"{place}: a turn of format {self.detected} has the fields {who} and {what}, got {got}. Mend the "
                     "record, or set the source's `format`.",
                 )
-            message = {"role": self._role(turn[who], place)}
-            message |= self._more(turn, (who, what), place)
+            name = turn[who]
+            if not isinstance(name, str) or name not in known:
+                raise InvalidConversation(
+                    "unknown role",
+                    f"{place}: the role is '{name}'; known are {', '.join(known)}. Mend the record, or say whose role "
+                    f"it is: chat.roles: {{{name}: user}}.",
+                )
+            message = {"role": known[name], **self._more(turn, (who, what), place)}
             if what in turn or "tool_calls" not in message:
                 message["content"] = _content(turn.get(what, _ABSENT), what, turn, place)
             messages.append(message)
@@ -308,17 +315,6 @@ class RecordForm:
                 self.unread.add(f"{key} of messages")
         # Transformers gives them to templates under each other's names.
         return {k: v for k, v in found.items() if k not in REASONING[1:] or v != found.get(REASONING[0])}
-
-    def _role(self, name: Any, place: str) -> str:
-        known = {**ROLES, **self.roles}
-        role = known.get(name) if isinstance(name, str) else None
-        if role is None:
-            raise InvalidConversation(
-                "unknown role",
-                f"{place}: the role is '{name}'; known are {', '.join(known)}. Mend the record, or say whose role it "
-                f"is: chat.roles: {{{name}: user}}.",
-            )
-        return role
 
     def _text(self, record: Mapping[str, Any], key: str, where: str) -> str:
         value = self._value(record, key, where)
@@ -349,21 +345,19 @@ class RecordForm:
         return value
 
     def _path(self, key: str) -> str:
-        return self._paths.get(key) or _OPTIONAL[key]
+        return self._paths.get(key, key)
 
     def _value(self, record: Mapping[str, Any], key: str, where: str) -> Any:
-        if key == "input" and key not in self._paths:
-            return None  # a common name, which means this in Alpaca's format only
-        path = self._path(key)
-        value = find_value(record, path)
+        value = find_value(record, self._path(key))
         if value is not _ABSENT:
             return value
         if key in _OPTIONAL and key not in self.fields:
             return None
         raise InvalidConversation(
             "missing field",
-            f"{where}: there is no field '{path}' (read as {self.detected}); the fields are {_names(record)}. A null "
-            f"counts as no field. Mend the record, or name another field: the source's fields: {{{key}: …}}.",
+            f"{where}: there is no field '{self._path(key)}' (read as {self.detected}); the fields are "
+            f"{_names(record)}. A null counts as no field. Mend the record, or name another field: the source's "
+            f"fields: {{{key}: …}}.",
         )
 
 
@@ -431,13 +425,6 @@ def find_value(record: Any, path: str) -> Any:
     return _ABSENT
 
 
-def _listed(record: Mapping[str, Any], paths: Mapping[str, str]) -> str:
-    """Tells turns that are written as ShareGPT has them from those of role and content."""
-    turns = find_value(record, paths["messages"])
-    first = turns[0] if isinstance(turns, list) and turns else {}
-    return "sharegpt" if isinstance(first, Mapping) and "from" in first and "role" not in first else "messages"
-
-
 def _content(value: Any, key: str, turn: Mapping[str, Any], place: str) -> str:
     if isinstance(value, list) and all(isinstance(p, Mapping) and isinstance(p.get("text"), str) for p in value):
         return "".join(part["text"] for part in value)
@@ -500,8 +487,7 @@ def _check(conversation: Conversation, where: str) -> None:
         if needed and not message["content"].strip():
             raise InvalidConversation(
                 "empty answer",
-                f"{where}, turn {number}: the answer is empty, and a model would learn to say nothing. Remove the "
-                "record, or give this turn `weight: 0`.",
+                f"{where}, turn {number}: the answer is empty. Remove the record, or give this turn `weight: 0`.",
             )
 
 
@@ -511,21 +497,18 @@ def _names(record: Any) -> str:
 
 def _paths(value: Any, prefix: str) -> Iterator[str]:
     """The paths of what a record holds; of a list the first item's."""
-    if isinstance(value, Mapping) and prefix.count(".") < 4:
-        for key, inner in value.items():
-            yield from _paths(inner, f"{prefix}{key}.")
-    elif isinstance(value, list) and value and prefix.count(".") < 4:
-        yield from _paths(value[0], f"{prefix}0.")
-    else:
+    inner = value if isinstance(value, Mapping) else {"0": value[0]} if isinstance(value, list) and value else {}
+    if not inner or prefix.count(".") >= 4:
         yield prefix[:-1]
+        return
+    for key, part in inner.items():
+        yield from _paths(part, f"{prefix}{key}.")
 
 
 def kind_of(value: Any) -> str:
     """Names the kind of a record's value, in JSON's words."""
     if value is None:
         return "nothing (null)"
-    names = {list: "list", dict: "object", str: "text", int: "number", float: "number"}
-    name = names.get(type(value), type(value).__name__)
-    if name in ("list", "object", "text") and not value:
-        return f"an empty {name}"
-    return f"an {name}" if name == "object" else f"a {name}"
+    names = {list: "a list", dict: "an object", str: "a text", int: "a number", float: "a number"}
+    name = names.get(type(value), f"a {type(value).__name__}")
+    return f"an empty {name.split()[1]}" if type(value) in (list, dict, str) and not value else name

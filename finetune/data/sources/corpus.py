@@ -1,12 +1,20 @@
-"""A source of the recipe, resolved: what it is made of (for the cache's key), and its documents in order."""
+"""A source of the recipe, resolved: what it is made of (for the cache's key), and its documents in order.
+
+Documents are normalised, split and weighted by their hash alone; of a classifier each class is split by itself.
+"""
 
 import itertools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from finetune.config.recipe_paths import find_files
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from finetune.config.path_kinds import find_files
 from finetune.config.recipe_schema import Source
 from finetune.data.sources.conversation_formats import RecordForm
 from finetune.data.sources.readers import (
@@ -17,36 +25,48 @@ from finetune.data.sources.readers import (
     document_of,
     file_classes,
     read_file,
+    refuse_unreadable,
     require_fields,
+    too_long,
 )
-from finetune.data.sources.streams import Meter
-from finetune.data.synthetic import conversation_generator, story_generator
+from finetune.data.sources.streams import MAX_DOCUMENT_BYTES, Meter
+from finetune.data.synthetic import story_generator
 from finetune.utils import json_files
 from finetune.utils.atomic_files import file_digest
 from finetune.utils.errors import DataError
+from finetune.utils.exact import exact_product
+
+_RANGE = 1 << 64
+# A second, independent hash: the half of a source that a weight keeps must not be the half that is held out.
+_WEIGHT_SEED = 1
 
 
 @dataclass(frozen=True)
 class Corpus:
     """The documents of one source."""
 
+    source: Source
     name: str
     """The name that people know it by, for reports."""
-    weight: float
-    fingerprint: dict[str, Any]
+    fields: Fields
+    """What is taken from each record."""
+    content: Any
     """Changes when the documents change, and not with where the files lie."""
     _read: Callable[[Meter], Iterator[Document]]
-    _limit: int | None
-    size: int | None
-    """Bytes of its files; None where it has none, or is not read to its end."""
-    form: RecordForm | None = None
-    """The way that records become conversations; None where they are documents."""
-    classes: tuple[str, ...] = ()
-    """Names of the classes, in order of their numbers, where the source itself gives them."""
-    places: tuple[str, ...] = ()
+    places: tuple[str, ...]
     """Beginnings of error messages: its files, in order, or its name."""
+    size: int | None = None
+    """Bytes of its files; None where it has none, or is not read to its end."""
     meter: Meter = field(default_factory=Meter)
     """The part of `size` that has been read."""
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """Lists all that shapes its documents: part of the cache's key."""
+        form, classes = self.fields.form, self.fields.classes
+        taken = form.fingerprint() if form else [self.fields.text, self.fields.label]
+        found = {"content": self.content, "fields": taken, "weight": self.source.weight, "limit": self.source.limit}
+        return {**found, "classes": classes} if classes else found
 
     def documents(self) -> Iterator[Document]:
         """Reads from the start, in a fixed order.
@@ -55,16 +75,15 @@ class Corpus:
             DataError: If something in the source cannot be read.
         """
         self.meter.done = 0
-        return itertools.islice(self._read(self.meter), self._limit)
+        return itertools.islice(self._read(self.meter), self.source.limit)
 
 
 def open_source(source: Source, *, labelled: bool, form: RecordForm | None = None) -> Corpus:
     """Finds what a source names and fingerprints it; reads no documents yet.
 
     Args:
-        source: Of the recipe.
-        labelled: Whether documents have classes.
-        form: How records become conversations, if they do.
+        labelled: True if documents have classes.
+        form: The way that records become conversations; None where they are documents.
 
     Raises:
         DataError: If there is no such source, or it is in no known format.
@@ -83,28 +102,9 @@ def open_source(source: Source, *, labelled: bool, form: RecordForm | None = Non
         return itertools.chain.from_iterable(read_file(path, fields, meter) for path in files)
 
     classes = next(filter(None, (file_classes(path, fields) for path in files)), ())
-    size, places = sum(path.stat().st_size for path in files), tuple(map(str, files))
-    return _corpus(source, fields._replace(classes=classes), source.path, content, read, places=places, size=size)
-
-
-def _corpus(
-    source: Source,
-    fields: Fields,
-    name: str,
-    content: Any,
-    read: Callable[[Meter], Iterator[Document]],
-    *,
-    places: tuple[str, ...] = (),
-    size: int | None = None,
-) -> Corpus:
-    """A source whose `content` changes when the documents change; `size` in bytes, where the meter goes by them."""
-    form, limit, classes = fields.form, source.limit, fields.classes
-    taken = form.fingerprint() if form else [fields.text, fields.label]
-    fingerprint = {"content": content, "fields": taken, "weight": source.weight, "limit": limit}
-    if classes:
-        fingerprint["classes"] = classes
-    size = size if limit is None else None
-    return Corpus(name, source.weight, fingerprint, read, limit, size, form, classes, places or (name,))
+    size = sum(path.stat().st_size for path in files) if source.limit is None else None
+    places, named = tuple(map(str, files)), fields._replace(classes=classes)
+    return Corpus(source, source.path, named, content, read, places, size)
 
 
 def _open_saved(source: Source, folder: Path, fields: Fields) -> Corpus:
@@ -123,7 +123,15 @@ def _open_saved(source: Source, folder: Path, fields: Fields) -> Corpus:
             f"{folder} is a directory, but none that `datasets`' save_to_disk has written. Name files with a "
             f"glob instead, such as {folder}/*.jsonl."
         )
-    content = [[path.name, _hash_file(path)] for path in _arrow_files(inner)]
+    # What is hashed must be what is read, and lie within the directory.
+    listed = _read_saved(inner, "state.json", lambda state: [str(file["filename"]) for file in state["_data_files"]])
+    for name in listed:
+        if Path(name).name != name or not (inner / name).is_file():
+            raise DataError(
+                f"The data set in {inner} lists the file {name!r}, which is not a file in that directory. Save it "
+                "again with `datasets`' save_to_disk."
+            )
+    content = [[name, _hash_file(inner / name)] for name in sorted(listed)]
     if fields.label is not None:
         names = _read_saved(inner, "dataset_info.json", lambda info: class_names(info.get("features"), fields))
         fields = fields._replace(classes=names)
@@ -137,8 +145,7 @@ def _open_saved(source: Source, folder: Path, fields: Fields) -> Corpus:
             raise DataError(f"The data set in {inner} cannot be opened: {reason_of(error)}. Save it again.") from error
         return _read_dataset(dataset, fields, str(folder))
 
-    assert source.path is not None
-    return _corpus(source, fields, source.path, content, read, places=(str(folder),))
+    return Corpus(source, str(source.path), fields, content, read, (str(folder),))
 
 
 def _read_saved(folder: Path, name: str, take: Callable[[Any], Any]) -> Any:
@@ -147,18 +154,6 @@ def _read_saved(folder: Path, name: str, take: Callable[[Any], Any]) -> Any:
         return take(json_files.read(folder / name))
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise DataError(f"The data set in {folder} cannot be opened: its {name} is damaged. Save it again.") from error
-
-
-def _arrow_files(folder: Path) -> list[Path]:
-    """The files that a saved data set lists: what is hashed must be what is read, and lie within its directory."""
-    names = _read_saved(folder, "state.json", lambda state: [str(file["filename"]) for file in state["_data_files"]])
-    for name in names:
-        if Path(name).name != name or not (folder / name).is_file():
-            raise DataError(
-                f"The data set in {folder} lists the file {name!r}, which is not a file in that directory. Save it "
-                "again with `datasets`' save_to_disk."
-            )
-    return sorted(folder / name for name in names)
 
 
 def _open_hub(source: Source, fields: Fields) -> Corpus:
@@ -179,7 +174,7 @@ def _open_hub(source: Source, fields: Fields) -> Corpus:
         ) from error
     fields = fields._replace(classes=class_names(dataset.features.to_dict(), fields))
     content = {"hub": fingerprint(dataset)}
-    return _corpus(source, fields, name, content, lambda _: _read_dataset(dataset, fields, name))
+    return Corpus(source, name, fields, content, lambda _: _read_dataset(dataset, fields, name), (name,))
 
 
 def _read_dataset(dataset: Any, fields: Fields, name: str) -> Iterator[Document]:
@@ -200,26 +195,140 @@ def _open_sample(source: Source, count: int, fields: Fields) -> Corpus:
         made: Callable[[int], Iterator[NamedTuple]] = story_generator.stories
         kind, kinds = "story", "stories"
     else:
-        made, kind, kinds = conversation_generator.conversations, "conversation", "conversations"
-        content[kinds] = conversation_generator.GENERATOR_VERSION
+        made, kind, kinds = story_generator.conversations, "conversation", "conversations"
+        content[kinds] = story_generator.CONVERSATIONS_VERSION
 
     def read(_: Meter) -> Iterator[Document]:
         for number, item in enumerate(made(count), start=1):
             yield document_of(item._asdict(), fields, f"the built-in sample, {kind} {number}")
 
-    return _corpus(source, fields, f"built-in sample ({count} {kinds})", content, read)
+    name = f"built-in sample ({count} {kinds})"
+    return Corpus(source, name, fields, content, read, (name,))
 
 
 def _hash_file(path: Path) -> str:
-    try:
+    with refuse_unreadable(path):
         return file_digest(path)
-    except OSError as error:
-        raise DataError(
-            f"{path} cannot be read: {error.strerror or error}. Check data.train and data.validation."
-        ) from error
 
 
 def reason_of(error: Exception) -> str:
     """The first line of a library's message, without what ends it."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0].rstrip(". :")
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Rules for the use of documents; part of the cache's key."""
+
+    strip: bool
+    lowercase: bool
+    held_out: float
+    """Share of the documents, by hash, that is kept for evaluation."""
+    labelled: bool
+
+    @property
+    def by_class(self) -> bool:
+        """True if that share is one of each class, for which all labels are read first."""
+        return self.labelled and self.held_out > 0
+
+
+class Chosen(NamedTuple):
+    """A document as it will be used."""
+
+    text: bytes
+    """UTF-8; empty where nothing but white space was there."""
+    digest: int
+    """64 bits of the text."""
+    held_out: bool
+    copies: int
+    """Times that it counts in an epoch, at least 1."""
+    label: int | str | None
+    where: str
+    """File and line, for error messages."""
+    read: int
+    """Bytes of the source's files up to its end, as far as these can be told."""
+    duplicate_key: str | None = None
+    """See `Document`."""
+
+
+def choose_texts(corpus: Corpus, rules: Rules, held_digests: npt.NDArray[np.uint64] | None = None) -> Iterator[Chosen]:
+    """Normalises, splits and weights the documents of a source, in order.
+
+    A held-out document counts once: evaluation reads every document once, whatever its training weight.
+
+    Args:
+        held_digests: Of the texts that are held out, sorted; None where each document's own hash decides.
+
+    Raises:
+        DataError: If a document cannot be read, is longer than can be tokenised, or holds half a character (a lone
+            surrogate).
+    """
+    whole, part = divmod(corpus.source.weight, 1.0)
+    held_below, kept_below = int(rules.held_out * _RANGE), int(part * _RANGE)
+    for document in corpus.documents():
+        if corpus.fields.form is not None and not document.text:
+            continue  # broken, and counted where it was read
+        text = document.text.strip() if rules.strip else document.text
+        text = text.lower() if rules.lowercase else text
+        try:
+            data = text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise DataError(
+                f"{document.where}: the text holds half a character ({text[error.start]!r}, a lone surrogate), which "
+                "no encoding can represent. Mend or remove the document."
+            ) from error
+        if len(data) > MAX_DOCUMENT_BYTES:
+            raise too_long(document.where, f"{len(data) / (1 << 20):,.0f} MiB")
+        digest = xxhash.xxh3_64_intdigest(data)
+        copies = int(whole)
+        if kept_below and xxhash.xxh3_64_intdigest(data, seed=_WEIGHT_SEED) < kept_below:
+            copies += 1
+        if copies:
+            held_out = digest < held_below
+            if held_digests is not None:
+                place = int(np.searchsorted(held_digests, np.uint64(digest)))
+                held_out = place < held_digests.size and int(held_digests[place]) == digest
+            copies = 1 if held_out else copies
+            read, (_, label, where, duplicate_key) = corpus.meter.done, document
+            yield Chosen(data, digest, held_out, copies, label, where, read, duplicate_key)
+
+
+def held_out_digests(corpora: Sequence[Corpus], rules: Rules) -> npt.NDArray[np.uint64]:
+    """Digests of the texts that are held out, sorted: of each class those with the smallest.
+
+    A function of the set of texts and classes, whatever their order. Duplicates stay together; a text that has several
+    classes counts for one of them. All that is held out is the asked share of the texts, and what its rounding leaves
+    goes to the classes that miss most of theirs (the method of largest remainders). No class loses its last text.
+
+    Raises:
+        DataError: If a document cannot be read.
+    """
+    numbers: dict[int | str, int] = {}
+    digests, codes = array("Q"), array("Q")
+    for corpus in corpora:
+        for item in choose_texts(corpus, replace(rules, held_out=0.0)):
+            if item.text and item.label is not None:
+                digests.append(item.digest)
+                codes.append(numbers.setdefault(item.label, len(numbers)))
+    ordered = sorted(numbers, key=lambda label: (isinstance(label, str), label))
+    ranks = np.empty(len(ordered), np.int64)
+    ranks[[numbers[label] for label in ordered]] = np.arange(len(ordered))
+    classes = ranks[np.array(codes, np.int64)]
+    order = np.argsort(classes, kind="stable")
+    found, first = np.unique(np.array(digests, np.uint64)[order], return_index=True)
+    classes = classes[order][first]
+    counts = np.bincount(classes, minlength=len(ordered)).tolist()
+    taken = [found[classes == number][:count] for number, count in enumerate(_shares(counts, rules.held_out))]
+    return np.sort(np.concatenate([found[:0], *taken]))
+
+
+def _shares(counts: Sequence[int], share: float) -> list[int]:
+    """Numbers of texts of each class that are held out."""
+    wanted = [exact_product(share, count) for count in counts]
+    held = [int(number) for number in wanted]
+    missing = round(exact_product(share, sum(counts))) - sum(held)
+    most = sorted(range(len(counts)), key=lambda n: (held[n] - wanted[n], held[n], n))
+    for number in [n for n in most if held[n] + 1 < counts[n]][:missing]:
+        held[number] += 1
+    return held

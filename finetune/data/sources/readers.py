@@ -3,6 +3,7 @@
 import csv
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,40 +54,40 @@ def read_file(path: Path, fields: Fields, meter: Meter | None = None) -> Iterato
     """Reads a .txt, .jsonl, .json, .parquet or .csv file, never more than a part of it at once.
 
     Args:
-        path: The file.
-        fields: What to take from each record.
-        meter: Goes forward by the file's size, if given.
+        meter: Goes forward by the file's size.
 
     Raises:
         DataError: If the file cannot be opened, is malformed, or lacks a field.
     """
+    suffix = path.suffix.lower()
+    with refuse_unreadable(path):
+        found = format_of(path)
+        if found == HTML and suffix == ".txt":
+            found = None  # a text like any other
+        if found is not None and not (found == PARQUET and suffix == ".parquet"):
+            though = f", though its name ends in {path.suffix}" if suffix in _READERS else ""
+            raise DataError(f"{path} is {found.name}{though}. {found.advice} {_allowed()}")
+        if suffix in (".parquet", *_COMPRESSED) and found is None and holds_text(path):
+            raise DataError(
+                f"{path} is not a readable {_COMPRESSED.get(suffix, 'Parquet')} file: it holds text. Give it a name "
+                f"that says what it is. {_allowed()}"
+            )
+        if suffix not in _READERS:
+            raise DataError(
+                f"{path} ends in '{path.suffix}', which is no format that can be read. Convert the file. {_allowed()}"
+            )
+        yield from _READERS[suffix](path, fields, meter or Meter())
+
+
+@contextmanager
+def refuse_unreadable(path: Path) -> Iterator[None]:
+    """Makes an error of the file system one of the data."""
     try:
-        _check_format(path)
-        yield from _READERS[path.suffix.lower()](path, fields, meter or Meter())
+        yield
     except OSError as error:
         raise DataError(
             f"{path} cannot be read: {error.strerror or error}. Check data.train and data.validation."
         ) from error
-
-
-def _check_format(path: Path) -> None:
-    """Compares what a file's name says that it holds with what it does hold."""
-    suffix, found = path.suffix.lower(), format_of(path)
-    named = suffix in _READERS
-    if found == HTML and suffix == ".txt":
-        found = None  # a text like any other
-    if found is not None and not (found == PARQUET and suffix == ".parquet"):
-        though = f", though its name ends in {path.suffix}" if named else ""
-        raise DataError(f"{path} is {found.name}{though}. {found.advice} {_allowed()}")
-    if suffix in (".parquet", *_COMPRESSED) and found is None and holds_text(path):
-        raise DataError(
-            f"{path} is not a readable {_COMPRESSED.get(suffix, 'Parquet')} file: it holds text. Give it a name that "
-            f"says what it is. {_allowed()}"
-        )
-    if not named:
-        raise DataError(
-            f"{path} ends in '{path.suffix}', which is no format that can be read. Convert the file. {_allowed()}"
-        )
 
 
 def _allowed() -> str:
@@ -105,8 +106,7 @@ def document_of(record: Any, fields: Fields, where: str) -> Document:
         return Document(record, None, where)
     if not isinstance(record, Mapping):
         raise DataError(
-            f"{where}: got {kind_of(record)} where an object with a field '{fields.text}' is needed. "
-            "Write each document as an object."
+            f"{where}: got {kind_of(record)}. Write each document as an object with a field '{fields.text}'."
         )
     require_fields(record, fields, where)
     text = record[fields.text]
@@ -115,33 +115,28 @@ def document_of(record: Any, fields: Fields, where: str) -> Document:
             f"{where}: the field '{fields.text}' holds {kind_of(text)}, and only text can be read. Remove or mend the "
             "record, or name another field as `text_field`."
         )
-    if fields.label is None:
-        return Document(text, None, where)
-    return Document(text, _label(record[fields.label], fields, where), where)
+    return Document(text, None if fields.label is None else _label(record[fields.label], fields, where), where)
 
 
 def _label(label: Any, fields: Fields, where: str) -> int | str:
     """The class that a record says, whatever format it comes from."""
+    problem, classes = "", fields.classes
     # As CSV, JSON, pandas and `ClassLabel` write that there is none.
     blank = isinstance(label, str) and not label.strip()
-    if label is None or blank or label != label or (fields.classes and label == -1):
-        raise DataError(
-            f"{where}: the label in '{fields.label}' is missing ({'blank' if blank else label}). Write its class "
-            "there, or remove the record: no label is no class of its own."
+    if label is None or blank or label != label or (classes and label == -1):
+        problem = (
+            f"missing ({'blank' if blank else label}). Write its class there, or remove the record: no label is no "
+            "class of its own"
         )
-    if not isinstance(label, int | str):
-        raise DataError(
-            f"{where}: the label in '{fields.label}' is {kind_of(label)}; a class is an integer or a text. Mend the "
-            "record, or name another field as `label_field`."
-        )
-    if not fields.classes or isinstance(label, str):
-        return int(label) if isinstance(label, bool) else label
-    if not 0 <= label < len(fields.classes):
-        raise DataError(
-            f"{where}: the label in '{fields.label}' is {label}, but the data set names {len(fields.classes)} classes, "
-            "numbered from 0. Mend the record."
-        )
-    return fields.classes[label]
+    elif not isinstance(label, int | str):
+        problem = f"{kind_of(label)}; a class is an integer or a text. Mend the record, or name another `label_field`"
+    elif classes and isinstance(label, int) and not 0 <= label < len(classes):
+        problem = f"{label}, but the data set names {len(classes)} classes, numbered from 0. Mend the record"
+    if problem:
+        raise DataError(f"{where}: the label in '{fields.label}' is {problem}.")
+    if isinstance(label, str):
+        return label
+    return classes[label] if classes else int(label)
 
 
 def class_names(features: Any, fields: Fields) -> tuple[str, ...]:
@@ -238,19 +233,16 @@ def _read_jsonl(path: Path, fields: Fields, meter: Meter) -> Iterator[Document]:
         try:
             record = reader.decode(line)
         except ValueError as error:
+            # The last line, in the midst of a record.
+            inside = isinstance(error, json.JSONDecodeError) and (
+                error.msg.startswith("Unterminated") or error.pos >= len(line.rstrip())
+            )
+            cut = inside and not line.endswith("\n")
             raise DataError(
-                f"{where} is not valid JSON ({error}). A JSON-lines file holds one object a line; mend or "
-                f"remove the line.{_cut_short(line, error)}"
+                f"{where} is not valid JSON ({error}). A JSON-lines file holds one object a line; mend or remove the "
+                f"line.{' The file ends here, and may have been cut short.' if cut else ''}"
             ) from error
         yield document_of(record, fields, where)._replace(duplicate_key=reader.duplicate_key)
-
-
-def _cut_short(line: str, error: ValueError) -> str:
-    """A hint for a last line that ends in the midst of a record."""
-    inside = isinstance(error, json.JSONDecodeError) and (
-        error.msg.startswith("Unterminated") or error.pos >= len(line.rstrip())
-    )
-    return " The file ends here, and may have been cut short." if inside and not line.endswith("\n") else ""
 
 
 def _read_json(path: Path, fields: Fields, meter: Meter) -> Iterator[Document]:

@@ -1,27 +1,38 @@
-"""The token file: one stream of all documents' tokens, with offsets, for each side of the split."""
+"""The token file: one stream of all documents' tokens, with offsets, for each side of the split.
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+The files of a build only grow, so that a killed one can resume.
+"""
+
+import itertools
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from finetune.data.prepared_cache import STATE, STATE_VERSION
 from finetune.data.progress_bar import Bar
-from finetune.data.sources.conversation_formats import Tolerance
-from finetune.data.sources.corpus import Corpus
-from finetune.data.sources.documents import Chosen, Rules, choose_texts
-from finetune.data.text_issues import plain_text
-from finetune.data.tokenization.encoding import Encoded, batch_documents
-from finetune.data.tokenization.memmap import Int64s, MaskFile, damaged_file, map_array
-from finetune.data.tokenization.split_writer import SplitWriter
-from finetune.data.tokenization.token_shards import Shards
+from finetune.data.sources.conversation_formats import RecordForm, Tolerance
+from finetune.data.sources.corpus import Chosen, Corpus, Rules, choose_texts
+from finetune.data.text_issues import Issues, plain_text
+from finetune.data.tokenization.memmap import GrowingArray, Int64s, MaskFile, damaged_file, map_array, pack_mask
+from finetune.data.tokenization.tokenizer import Encoded, Example, Facts, batch_documents
+from finetune.utils import json_files
+from finetune.utils.atomic_files import digest_of, write_json
 from finetune.utils.errors import DataError
 
 FORMAT_VERSION = 4
 TRAIN, HELD_OUT = "train", "held_out"
+SHARD_BYTES = 1 << 25
+"""Text that a killed build tokenises again at most."""
+
+_COPY_TOKENS = 1 << 22
 
 Tokens = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
+Around = tuple[int | None, int | None]
+"""Tokens that are put before and behind each document, where there are any."""
 
 
 class TokenFile:
@@ -55,8 +66,7 @@ def write_tokens(
     encode_all: Callable[[Iterable[Sequence[Chosen]]], Iterator[tuple[Sequence[Chosen], Encoded]]],
     *,
     num_ids: int,
-    bos: int | None,
-    eos: int | None,
+    around: Around,
     restore: Callable[[str], str],
     tolerance: Tolerance,
     bar: Bar,
@@ -66,15 +76,10 @@ def write_tokens(
 
     Args:
         folder: An empty folder, or one that a killed build of the same has left.
-        corpora: The sources, in the order that their documents are to have.
-        rules: How documents are normalised and split.
         encode_all: Turns batches of documents into tokens, each with its batch, in order.
         num_ids: Token numbers that there are.
-        bos: Put before each document, if given.
-        eos: Put behind each document, if given.
         restore: Turns a text into tokens and back, to see whether something is lost.
-        tolerance: Of broken conversations; counts what reader and encoder meet.
-        bar: Shows how far it is.
+        tolerance: Counts the broken conversations that reader and encoder meet.
         held_digests: See `choose_texts`.
 
     Returns:
@@ -84,12 +89,12 @@ def write_tokens(
         DataError: If a document cannot be read, or there is none.
     """
     dtype = np.dtype(np.uint16 if num_ids <= 1 << 16 else np.uint32)
-    sides = {side: SplitWriter(folder, side, dtype, bos, eos, restore) for side in (TRAIN, HELD_OUT)}
+    sides = {side: SplitWriter(folder, side, dtype, around, restore) for side in (TRAIN, HELD_OUT)}
     shards = Shards(folder, corpora, sides, tolerance, bar)
     labels = shards.labels
     for number, corpus in enumerate(corpora):
-        chosen = shards.begin(number, choose_texts(corpus, rules, held_digests))
-        if chosen is None:
+        chosen = choose_texts(corpus, rules, held_digests)
+        if not shards.begin(number, chosen):
             continue
         for batch, encoded in encode_all(batch_documents(chosen)):
             lengths, numbers, examples = encoded.lengths, encoded.numbers, encoded.examples
@@ -106,20 +111,273 @@ def write_tokens(
                         [examples[i] for i in picked] if examples is not None else None,
                     )
             shards.advance(batch)
-        for side in sides.values():
-            side.repeat(corpus.form)
         shards.end()
     counts = {name: side.finish() for name, side in sides.items()}
     if all(count is None for count in counts.values()):
-        for side in sides.values():
-            side.explain_nothing()
+        for facts in (side.facts for side in sides.values()):
+            if facts.unsupervised or facts.too_long:
+                raise DataError(
+                    f"Nothing is left to learn from: {facts.unsupervised} conversations have no token that is learned "
+                    f"(all labels are masked), and {facts.too_long} are too long for a row. Look at chat.train_on, at "
+                    "the template's {% generation %} marks and at weights of 0, or raise data.sequence_length."
+                )
         names = ", ".join(corpus.name for corpus in corpora)
         raise DataError(
-            f"There are no documents in {names}: nothing there but white space, if anything. Name a source that holds "
-            "text."
+            f"There are no documents in {names}: nothing but white space, if anything. Name a source that holds text."
         )
     shards.clear()
     return {"dtype": dtype.name, "labels": list(labels), **counts}
+
+
+class SplitWriter:
+    """Writes one side of the split. What is held in memory does not grow with the documents."""
+
+    def __init__(
+        self, folder: Path, name: str, dtype: np.dtype[Any], around: Around, restore: Callable[[str], str]
+    ) -> None:
+        """Opens the files of a side in `folder`, or creates them. `restore` turns a text into tokens and back."""
+        self._stem = folder / name
+        self._around, self._restore = around, restore
+
+        kinds: dict[str, npt.DTypeLike] = {
+            "tokens": dtype,
+            "lengths": np.int64,
+            "labels": np.int64,
+            "digests": np.uint64,
+            "copies": np.uint32,
+            "loose": np.bool_,  # one byte a token while the file grows, and only if something is masked
+        }
+        self._files = [GrowingArray(folder / f"{name}.{kind}", of) for kind, of in kinds.items()]
+        self._tokens, self._lengths, self._labels, self._digests, self._copies, self._loose = self._files
+        self.facts = Facts()
+        self._ends: Counter[int] = Counter()
+        self._issues = Issues()
+        self._empty = 0
+        self._sources: list[dict[str, Any]] = []
+        # Of the source that is being written.
+        self._first = self._first_token = self._first_copy = 0
+
+    def state(self) -> dict[str, Any]:
+        """Returns what `restore` needs, as JSON-able values, once the files are on the disk."""
+        return {
+            "files": [(len(file), file.sync()) for file in self._files],
+            "facts": vars(self.facts),
+            "ends": list(self._ends.items()),
+            "issues": vars(self._issues),
+            "empty": self._empty,
+            "sources": self._sources,
+            "first": [self._first, self._first_token, self._first_copy],
+        }
+
+    def restore(self, state: dict[str, Any]) -> bool:
+        """Goes back to a state; returns whether the files hold what it is about."""
+        complete = [file.cut(*written) for file, written in zip(self._files, state["files"], strict=True)]
+        self.facts = Facts(**state["facts"])
+        self._ends = Counter(dict(state["ends"]))
+        self._issues = Issues(**state["issues"])
+        self._empty = state["empty"]
+        self._sources = state["sources"]
+        self._first, self._first_token, self._first_copy = state["first"]
+        return all(complete)
+
+    def begin(self) -> None:
+        """Starts the documents of the next source."""
+        self._first, self._first_token, self._first_copy = len(self._lengths), len(self._tokens), len(self._copies)
+        self._sources.append({"number": len(self._sources), "documents": 0, "tokens": 0, "format": "", "unread": []})
+
+    def add(
+        self,
+        items: Sequence[Chosen],
+        lengths: npt.NDArray[np.uint32],
+        numbers: npt.NDArray[np.uint32],
+        labels: Sequence[int] | None,
+        examples: Sequence[Example] | None,
+    ) -> None:
+        """Appends documents; those without a token are only counted."""
+        for example in examples or ():
+            self.facts.add(example.facts)
+            if example.end is not None:
+                self._ends[example.end] += 1
+        kept = lengths > 0
+        self._empty += int((~kept).sum())
+        chosen = np.flatnonzero(kept).tolist()
+        done = len(self._lengths) - self._first
+        self._issues.look((items[i] for i in chosen), done, self._restore, chat=examples is not None)
+        self._digests.append(np.array([items[i].digest for i in chosen], np.uint64))
+        self._copies.append(np.array([items[i].copies for i in chosen], np.uint32))
+        if labels is not None:
+            self._labels.append(np.array([labels[i] for i in chosen], np.int64))
+        sizes = lengths[kept].astype(np.int64)
+        ends = np.cumsum(sizes)
+        bos, eos = self._around
+        # The end of a document and the begin of the next go to the same place, in this order.
+        around = [(token, places) for token, places in ((eos, ends), (bos, ends - sizes)) if token is not None]
+        if around:
+            places = np.concatenate([places for _, places in around])
+            numbers = np.insert(numbers, places, np.repeat([token for token, _ in around], sizes.size))
+        self._tokens.append(numbers)
+        self._lengths.append(sizes + len(around))
+        if examples is not None:
+            self._loose.append(np.concatenate([example.mask for example in examples]))
+
+    def repeat(self, form: RecordForm | None) -> None:
+        """Appends the copies of the source's documents: a whole pass after the first, never side by side.
+
+        Args:
+            form: How its records were read, if they are conversations.
+        """
+        copies = self._copies.view()[self._first_copy :]
+        for number in range(1, int(copies.max(initial=1))):
+            documents = self._first + np.flatnonzero(copies > number)
+            offsets, lengths = self._offsets(), self._lengths.view()
+            written, learned, labels = self._tokens.view(), self._loose.view(), self._labels.view()
+            cuts = np.flatnonzero(np.diff(np.cumsum(lengths[documents]) // _COPY_TOKENS)) + 1
+            for part in np.split(documents, cuts):
+                pieces = [slice(offsets[i], offsets[i + 1]) for i in part.tolist()]
+                self._tokens.append(np.concatenate([written[piece] for piece in pieces]))
+                self._lengths.append(lengths[part])
+                if learned.size:
+                    self._loose.append(np.concatenate([learned[piece] for piece in pieces]))
+                if labels.size:
+                    self._labels.append(labels[part])
+        source = self._sources[-1]
+        source |= {"documents": len(self._lengths) - self._first, "tokens": len(self._tokens) - self._first_token}
+        if form is not None:
+            source |= {"format": form.detected, "unread": sorted(form.unread)}
+
+    def finish(self) -> dict[str, Any] | None:
+        """Writes what is read later; None where there is no document."""
+        documents, tokens, masked = len(self._lengths), len(self._tokens), len(self._loose) > 0
+        if not documents:
+            return None
+        digests = self._digests.view()
+        np.save(f"{self._stem}.offsets.npy", self._offsets(), allow_pickle=False)
+        np.save(f"{self._stem}.digests.npy", digests, allow_pickle=False)
+        if len(self._labels):
+            np.save(f"{self._stem}.labels.npy", self._labels.view(), allow_pickle=False)
+        for file in self._files:
+            file.close()
+        if masked:
+            pack_mask(self._loose.path, self._stem.with_suffix(".mask"))
+        ordered = np.sort(digests)
+        return {
+            "documents": documents,
+            "tokens": tokens,
+            "empty": self._empty,
+            "duplicates": int((ordered[1:] == ordered[:-1]).sum()),
+            "sources": [source for source in self._sources if source["documents"]],
+            "chat": vars(self.facts) if masked else None,
+            "issues": vars(self._issues),
+            "ends": {str(token): count for token, count in self._ends.most_common()},
+        }
+
+    def clear(self) -> None:
+        """Removes the files that only a build needs; of a side without documents all."""
+        kept = {self._tokens} if len(self._lengths) else set()
+        for file in self._files:
+            if file not in kept:
+                file.path.unlink()
+
+    def _offsets(self) -> Int64s:
+        offsets = np.zeros(len(self._lengths) + 1, np.int64)
+        np.cumsum(self._lengths.view(), out=offsets[1:])
+        return offsets
+
+
+class Shards:
+    """Keeps the state of a build, and goes back to the one that a killed build has left in the folder, if any.
+
+    All files of a build only grow. After each `SHARD_BYTES` of text they are synchronised, and `state.json` is replaced
+    by how long they are and what has been counted. To resume, the files are cut to these lengths, and the source that
+    was being read is read again, without tokenising what is in them.
+    """
+
+    def __init__(
+        self, folder: Path, corpora: Sequence[Corpus], sides: Mapping[str, SplitWriter], tolerance: Tolerance, bar: Bar
+    ) -> None:
+        self._path = folder / STATE
+        self._corpora, self._sides, self._tolerance, self._bar = corpora, sides, tolerance, bar
+        self._left: dict[str, Any] | None = None
+        if self._path.exists():
+            try:
+                self._left = json_files.read(self._path, needed=("digest",))
+                if self._left.pop("digest") != digest_of(self._left):
+                    raise ValueError
+            except ValueError as error:
+                raise DataError(f"{self._path} is damaged. Start again: it is made anew.") from error
+            if not all(side.restore(self._left["sides"][name]) for name, side in sides.items()):
+                raise DataError(
+                    f"{folder} is damaged: it does not hold what was tokenised. Start again: it is made anew."
+                )
+        state = self._left or {"labels": [], "source": 0, "documents": 0, "all_documents": 0}
+        self.labels: dict[int | str, int] = {label: number for number, label in enumerate(state["labels"])}
+        """Labels in the order that they came, and their numbers."""
+        self._source: int = state["source"]
+        self._documents: int = state["documents"]  # of the source, of which a state counts at least one
+        self._all_documents: int = state["all_documents"]
+        self._open = 0  # bytes of text since the last shard
+
+    def begin(self, source: int, chosen: Iterator[Chosen]) -> bool:
+        """Passes the documents of a source that are tokenised; returns False if all are."""
+        if source < self._source:
+            return False
+        left, self._left = self._left, None
+        if left is None:
+            for side in self._sides.values():
+                side.begin()
+            return True
+        read = deque(itertools.islice(chosen, self._documents), maxlen=1)
+        # Reading again has counted again what was broken.
+        self._tolerance.restore(left["broken"], left["first_broken"])
+        if not read or read[0].digest != left["last"]:
+            raise DataError(
+                f"{self._corpora[source].name} has changed since a build that was stopped has read it. Start again."
+            )
+        done = self._before() + read[0].read
+        sizes = [corpus.size for corpus in self._corpora]
+        share = ""
+        if None not in sizes:
+            share = f" ({done / sum(filter(None, sizes)):.0%} of the text was tokenised before)"
+        self._bar.say(f"Resuming at document {self._all_documents + 1:,}{share}.")
+        self._bar.start(done)
+        return True
+
+    def advance(self, batch: Sequence[Chosen]) -> None:
+        """Counts documents that were tokenised, and keeps the state if they end a shard."""
+        self._documents += len(batch)
+        self._all_documents += len(batch)
+        self._open += sum(len(item.text) for item in batch)
+        self._bar.advance(len(batch), self._before() + batch[-1].read)
+        if self._open >= SHARD_BYTES:
+            state = {
+                "version": STATE_VERSION,
+                "source": self._source,
+                "documents": self._documents,
+                "all_documents": self._all_documents,
+                "last": batch[-1].digest,
+                "labels": list(self.labels),
+                "broken": dict(self._tolerance.counts),
+                "first_broken": self._tolerance.first,
+                "sides": {name: side.state() for name, side in self._sides.items()},
+            }
+            write_json(self._path, {**state, "digest": digest_of(state)})
+            self._open = 0
+
+    def end(self) -> None:
+        """Ends a source."""
+        for side in self._sides.values():
+            side.repeat(self._corpora[self._source].fields.form)
+        self._source, self._documents = self._source + 1, 0
+
+    def clear(self) -> None:
+        """Removes all that only a build needs."""
+        self._path.unlink(missing_ok=True)
+        for side in self._sides.values():
+            side.clear()
+
+    def _before(self) -> int:
+        """Bytes of the sources that are done."""
+        return sum(corpus.size or 0 for corpus in self._corpora[: self._source])
 
 
 def training_texts(
@@ -136,7 +394,7 @@ def training_texts(
             if item.text and not item.held_out:
                 count += 1
                 bar.advance(1, before + item.read)
-                yield plain_text(item.text) if corpus.form else item.text.decode("utf-8")
+                yield plain_text(item.text, chat=corpus.fields.form is not None)
         before += corpus.size or 0
     if not count:
         raise DataError(

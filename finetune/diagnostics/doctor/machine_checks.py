@@ -103,7 +103,7 @@ def folders(asked: Asked) -> Iterable[CheckResult]:
 
 def shared_memory(asked: Asked) -> Iterable[CheckResult]:
     """Checks whether processes can share memory; a container has 64 MiB unless told otherwise."""
-    from finetune.distributed.native_ops.native_ops import shared_bytes
+    from finetune.distributed.native_ops import shared_bytes
 
     advice = "give the container more: docker run --shm-size=8g (or --ipc=host)"
     if not SHARED.is_dir():
@@ -169,23 +169,24 @@ def product_of_ones(dtype: str, device: str) -> float:
 
 def ops(asked: Asked) -> Iterable[CheckResult]:
     """Checks the native ops that the launch needs; without a launch file all that any could need."""
-    from finetune.distributed.native_ops import native_ops
+    from finetune.distributed import native_ops
 
-    found, ready = native_ops.inspect_ops(asked.launch), []
+    found, ready = native_ops.ops_to_inspect(asked.launch), []
     for op in found:
-        if op.lacking is not None:
-            what, install = op.lacking
+        spec = native_ops.OPS[op]
+        if (lacking := native_ops.find_missing(op)) is not None:
+            what, install = lacking
             needed = failure if asked.launch is not None else warning
-            yield needed("native ops", f"{op.name}, for {op.used_by}, cannot be compiled: {what}", install)
-        elif op.locked:
+            yield needed("native ops", f"{op}, for {spec.used_by}, cannot be compiled: {what}", install)
+        elif native_ops.is_locked(op):
             advice = "wait if it is being built; else the next run, or `finetune ops`, removes it"
-            yield warning("native ops", f"{op.name}: there is a build lock", advice)
-        elif not op.built:
-            state = f"is not compiled yet: about {op.build_s:.0f} s on 2 cores"
+            yield warning("native ops", f"{op}: there is a build lock", advice)
+        elif not native_ops.is_built(op):
+            state = f"is not compiled yet: about {spec.build_s:.0f} s on 2 cores"
             advice = "run `finetune ops` ahead, or let the first run do it"
-            yield warning("native ops", f"{op.name}, for {op.used_by}, {state}", advice)
+            yield warning("native ops", f"{op}, for {spec.used_by}, {state}", advice)
         else:
-            ready.append(op.name)
+            ready.append(op)
     none = "none compiled" if found else "none needed"
     yield ok("native ops", f"compiled: {', '.join(ready)}" if ready else none)
 
@@ -195,7 +196,7 @@ def agreement(asked: Asked) -> Iterable[CheckResult]:
     if asked.recipe is None:
         yield ok("agreement", "not looked at; name a recipe with --recipe")
         return
-    from finetune.training.recipe_checks import check_recipe
+    from finetune.training.dry_run import check_recipe
 
     foreseen = asked.foreseen or predict_environment(None, {}, asked.env)
     settled = check_recipe(asked.recipe, foreseen.launch, foreseen.env)

@@ -11,11 +11,10 @@ import numpy as np
 from rich.filesize import pick_unit_and_suffix
 
 from finetune.checkpoint.best_evaluation import early_stop_sentence
-from finetune.checkpoint.run_history import STATUSES, RunHistory, Sample
+from finetune.checkpoint.run_history import STATUSES, RunHistory, Sample, loss_curves
 from finetune.checkpoint.trusted_code import NAMED, SHIPPED, check_code
 from finetune.config.recipe import load_recipe
 from finetune.data.data_report import COUNTED, WORDS
-from finetune.export.loss_plot import loss_curves
 from finetune.utils.errors import FinetuneError, RecipeError
 
 _HELD = {

@@ -16,7 +16,7 @@ from finetune.checkpoint.run_history import RunHistory
 from finetune.config.provenance import flat
 from finetune.diagnostics.run_report import one_run
 from finetune.diagnostics.run_report.charts import MOST_POINTS, Chart, charts_as_json, charts_of
-from finetune.export import harness_results
+from finetune.export import evaluate_harness
 
 GENERATOR = "finetune report"
 _HERE = Path(__file__).parent
@@ -30,7 +30,7 @@ _TEMPLATES.filters |= {
     "duration": one_run.format_duration,
     "number": one_run.format_number,
     "time": one_run.format_time,
-    "metric": harness_results.metric_of,
+    "metric": evaluate_harness.metric_of,
     "sha256": lambda script: base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     "yaml": lambda recipe: yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True).rstrip(),
 }
@@ -75,7 +75,7 @@ def content_of(
             "run": run,
             "price": price,
             "prediction": prediction,
-            "benchmarks": harness_results.read_results(run.directory),
+            "benchmarks": evaluate_harness.read_results(run.directory),
             "data": data,
             "sides": {side: data[side] for side in ("train", "validation") if isinstance(data.get(side), dict)},
         }

@@ -31,18 +31,9 @@ MEANINGS = {
     "zero_optimization.stage": ("Sharded: 1 optimiser state, 2 gradients too, 3 parameters too.", "stage"),
     "zero_optimization.overlap_comm": ("Reduce gradients while the backward pass runs; more buffers.", ""),
     "zero_optimization.contiguous_gradients": ("Copy gradients into one buffer as they come.", ""),
-    "zero_optimization.reduce_bucket_size": (
-        "Elements that are reduced at a time. `auto`: max(hidden size squared, 1,000,000), once the model is there.",
-        "elements",
-    ),
-    "zero_optimization.allgather_bucket_size": (
-        "Elements of updated parameters that are gathered at a time. `auto`: as reduce_bucket_size.",
-        "elements",
-    ),
-    "zero_optimization.stage3_prefetch_bucket_size": (
-        "Elements that are gathered ahead of use. `auto`: 0.9 of reduce_bucket_size.",
-        "elements",
-    ),
+    "zero_optimization.reduce_bucket_size": ("Reduced at a time. `auto`: max(hidden size squared, 1e6).", "elements"),
+    "zero_optimization.allgather_bucket_size": ("Gathered at a time. `auto`: as reduce_bucket_size.", "elements"),
+    "zero_optimization.stage3_prefetch_bucket_size": ("Gathered ahead. `auto`: 0.9 of the size reduced.", "elements"),
     "zero_optimization.stage3_param_persistence_threshold": (
         "Parameters smaller than this stay whole on every process. `auto`: 10 x hidden size, or 0 where those would "
         "be more than 1 % of the model.",
@@ -159,15 +150,12 @@ def find_deepspeed_file(path: str, file: str | None) -> Path:
     Raises:
         BackendError: If there is none.
     """
-    path = os.path.expanduser(path)
     beside = [] if file is None else [Path(file).parent, Path(file).parent / ".."]
-    for folder in (*beside, Path()):
-        place = Path(os.path.normpath(folder / path))
-        if place.is_file():
-            return place
-    looked = dict.fromkeys(os.path.abspath(folder) for folder in (*beside, Path()))
-    where = "" if Path(path).is_absolute() else f" in {', '.join(looked)}"
-    raise BackendError(f"{file or 'The environment'} names the DeepSpeed config {path}, and there is none{where}.")
+    looked = [Path(os.path.normpath(folder / os.path.expanduser(path))) for folder in (*beside, Path())]
+    if (place := next((place for place in looked if place.is_file()), None)) is not None:
+        return place
+    where = ", ".join(dict.fromkeys(os.path.abspath(place.parent) for place in looked))
+    raise BackendError(f"{file or 'The environment'} names the DeepSpeed config {path}, and there is none in {where}.")
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -143,9 +143,8 @@ def read_launch() -> Launch:
         env |= {name: value for name, value in exported.items() if name == "FSDP_SYNC_EACH_BATCH"}
     elif (arguments.num_processes or world) != world:
         raise BackendError(
-            f"`accelerate launch` asks for {arguments.num_processes} processes, but {world} run: without a launch "
-            "file, and without as many GPUs, it starts one. Name a launch file, such as --config_file "
-            "accelerate_configs/ddp.yaml."
+            f"`accelerate launch` asks for {arguments.num_processes} processes, but {world} run: without as many GPUs "
+            "it starts one. Name a launch file, such as --config_file accelerate_configs/ddp.yaml."
         )
     if arguments.deepspeed_config_file:
         # Of the command line: it counts from where that was given, not from the launch file.
@@ -236,8 +235,7 @@ def _with_layout(env: Mapping[str, str], plain: Launch) -> Launch:
     if max(replicate, shard) > 1 and not _uses(env, "FSDP"):
         raise BackendError(
             f"{place} sets dp_replicate_size to {replicate} and dp_shard_size to {shard}, which only FSDP reads. Set "
-            "distributed_type to FSDP (see accelerate_configs/hsdp.yaml), or leave them at 1: processes beside sp_size "
-            "and tp_size are data parallel."
+            "distributed_type to FSDP (see accelerate_configs/hsdp.yaml), or leave them at 1."
         )
     if tensor > 1 and _uses(env, "DEEPSPEED"):
         raise BackendError(
@@ -275,8 +273,7 @@ def number_of(env: Mapping[str, str], name: str) -> int:
     text = env.get(name, "1")
     if not text.strip().isdecimal() or int(text) < 1:
         raise BackendError(
-            f"{name} is {text!r} in the environment, which must be a whole number from 1. Correct it, or unset it: "
-            f"`unset {name}`."
+            f"{name} is {text!r} in the environment, not a whole number from 1. `unset {name}`, or correct it."
         )
     return int(text)
 
@@ -332,30 +329,20 @@ def check_processes(
     kind, requested = asked.distributed_type, asked.num_processes or 1
     if (asked.use_cpu or cpu) and (kind != "NO" or requested > 1):
         raise BackendError(
-            f"{file} asks for {kind} on {requested} processes and also for `use_cpu` (or --cpu), and Accelerate would "
-            "then drop sharding and offload, and start unrelated processes. Take `use_cpu` out: without a GPU this "
-            "file runs on gloo by itself."
-        )
-    if kind == "NO" and requested > 1:
-        raise BackendError(
-            f"{file} asks for {requested} processes with distributed_type 'NO', which starts one. Set distributed_type "
-            "to MULTI_GPU (see accelerate_configs/ddp.yaml), or num_processes to 1."
+            f"{file} asks for {kind} on {requested} processes and also for `use_cpu` (or --cpu), by which Accelerate "
+            "starts unrelated processes. Take `use_cpu` out: without a GPU this file runs on gloo by itself."
         )
     lines = {key: line for key, line in key_lines(file).items() if key not in options}
     problems = [f"{place_of(text.split()[0], file, lines)}: {text}" for text in asked.contradictions()]
     if problems:
         raise BackendError.of(f"The launch file {file}", problems)
-    if kind == "NO" and world != 1:
-        raise BackendError(
-            f"{file} asks for {requested} processes, but {world} run: WORLD_SIZE is {world} in the environment, left "
-            "over from another launch. Unset it, or name a launch file of several processes, such as "
-            "accelerate_configs/ddp.yaml."
-        )
     if world != requested:
-        raise BackendError(
-            f"{file} asks for {requested} processes, but {world} run. Start it with `accelerate launch "
-            f"--config_file {file}`, and name another number with --num_processes."
+        why = (
+            f": WORLD_SIZE is {world} in the environment, left over from another launch. Unset it."
+            if kind == "NO"
+            else f". Start it with `accelerate launch --config_file {file}`, or give --num_processes {world}."
         )
+        raise BackendError(f"{file} asks for {requested} processes, but {world} run{why}")
 
 
 def _threads(arguments: Any | None) -> int | None:
@@ -424,13 +411,13 @@ def _deepspeed(env: Mapping[str, str], plain: Launch) -> Launch:
         )
     place, config = read_deepspeed_file(place, plain.file)
     section = config.get("zero_optimization")
-    stage = section.get("stage") if isinstance(section, dict) else None
+    section = section if isinstance(section, dict) else {}
+    stage = section.get("stage")
     if stage not in (1, 2, 3):
         raise BackendError(
             f"{place} asks for ZeRO stage {stage!r}; offered are 1, 2 and 3 under zero_optimization.stage. For plain "
             "data parallelism use accelerate_configs/ddp.yaml."
         )
-    assert isinstance(section, dict)
     return replace(
         plain,
         kind=f"zero{stage}",

@@ -1,5 +1,6 @@
 """Reads a launch file, and refuses what Accelerate would ignore. Loads no torch."""
 
+import re
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -13,8 +14,6 @@ from finetune.distributed.launch.launch_schema import (
     SECTIONS,
     SECTIONS_OF,
     LaunchFile,
-    LaunchSection,
-    choices_of,
     full_name,
     least_of,
 )
@@ -87,7 +86,11 @@ def _problem(error: ErrorDetails) -> tuple[str, str]:
     key, kind, value = ".".join(map(str, error["loc"])), error["type"], error["input"]
     section, _, name = key.rpartition(".")
     if kind in ("extra_forbidden", "invalid_key"):
-        return key, _unknown(SECTIONS.get(section, LaunchFile), name)
+        level = SECTIONS.get(section, LaunchFile)
+        if name in level.not_read:
+            return key, f"is not read here: {level.not_read[name]}. Take it out"
+        known = [key for key in level.model_fields if key != "max_restarts"]
+        return key, f"unknown key{hint(name, known) or ' (allowed: ' + ', '.join(known) + ')'}"
     if kind == "missing":
         return key, "missing"
     got, text = "null" if value is None else repr(value), isinstance(value, str)
@@ -107,20 +110,13 @@ def _problem(error: ErrorDetails) -> tuple[str, str]:
         return key, f"must be a text, got {got}{made}; put it in quotes"
     least, quoted = least_of(KEYS[key]), ", which is a text: take its quotes off"
     if kind == "literal_error":
-        allowed = choices_of(KEYS[key])
-        return key, f"must be one of {', '.join(allowed)}, got {got}{hint(str(value), allowed)}"
+        allowed = error["ctx"]["expected"]
+        return key, f"must be {allowed}, got {got}{hint(str(value), re.findall('[A-Za-z_]+', allowed))}"
     expected = "true or false" if least is None else f"a number from {least}"
     if value is None:
         return key, f"must be {expected}, got null; give a value, or take the key out"
     if least is not None:
         return key, f"must be {expected}, got {got}{quoted if text and value.strip().isdecimal() else ''}"
-    known = str(value).lower() in ("true", "false", "yes", "no", "on", "off")
-    near = quoted if known else hint(str(value).lower(), ["true", "false"])
+    meant = str(value).lower() in ("true", "false", "yes", "no", "on", "off")
+    near = quoted if meant else hint(str(value).lower(), ["true", "false"])
     return key, f"must be {expected}, got {got}{near}"
-
-
-def _unknown(section: type[LaunchSection], name: str) -> str:
-    if name in section.not_read:
-        return f"is not read here: {section.not_read[name]}. Take it out"
-    known = [key for key in section.model_fields if key != "max_restarts"]
-    return f"unknown key{hint(name, known) or ' (allowed: ' + ', '.join(known) + ')'}"

@@ -5,7 +5,7 @@ and keys that are not read are those of Accelerate 1.15, `commands/launch.py` an
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AliasGenerator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 from finetune.utils.errors import BackendError
 
 From0, From1 = Field(ge=0), Field(ge=1)
+WrapPolicy = Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"]
 Upper = BeforeValidator(lambda value: value.upper() if isinstance(value, str) else value)
 
 NOT_FROM_FILE = ("rdzv_backend", "same_network", "enable_cpu_affinity")
@@ -50,9 +51,9 @@ class LaunchSection(BaseModel):
         except ValidationError as error:
             problem = error.errors()[0]
             name, wanted = str(problem["loc"][0]), problem["msg"].removeprefix("Input ")
+            variable = variables[name]
             raise BackendError(
-                f"{variables[name]} is {given[name]!r} in the environment, and {wanted}. Correct it, or unset it: "
-                f"`unset {variables[name]}`."
+                f"{variable} is {given[name]!r} in the environment, and {wanted}. `unset {variable}`, or correct it."
             ) from error
 
 
@@ -71,9 +72,7 @@ class FsdpSection(LaunchSection):
 
     fsdp_version: Annotated[int, From1] = 1
     """Only 2 is offered."""
-    fsdp_auto_wrap_policy: Annotated[Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"] | None, Upper] = (
-        None
-    )
+    fsdp_auto_wrap_policy: Annotated[WrapPolicy | None, Upper] = None
     """Unit that is gathered at once. TRANSFORMER_BASED_WRAP: each transformer layer."""
     fsdp_transformer_layer_cls_to_wrap: str | None = Field(
         default=None, serialization_alias="FSDP_TRANSFORMER_CLS_TO_WRAP"
@@ -263,37 +262,22 @@ class LaunchFile(LaunchSection):
     def contradictions(self) -> Iterator[str]:
         """Yields values that would have processes wait for ever, or start others; each text begins with its key."""
         processes, machines, port = self.num_processes or 1, self.num_machines, self.main_process_port
-        if self.distributed_type == "NO" and machines > 1:
-            yield f"num_machines is {machines}, and distributed_type 'NO' starts one process. Take another type"
+        if self.distributed_type == "NO":
+            for name, number in (("num_processes", processes), ("num_machines", machines)):
+                if number > 1:
+                    yield f"{name} is {number}, and distributed_type 'NO' starts one process. Take MULTI_GPU"
         elif processes % machines:
-            yield (
-                f"num_processes is {processes} over num_machines {machines}, which do not get the same number each. "
-                "Make num_processes a multiple of num_machines"
-            )
-        if self.machine_rank >= machines:
-            numbered = f"numbered from 0 to {machines - 1}" if machines > 1 else "one, whose number is 0"
-            yield (
-                f"machine_rank is {self.machine_rank}, and num_machines is {machines}: machines are {numbered}. "
-                "Correct machine_rank (or --machine_rank), or num_machines"
-            )
+            yield f"num_processes is {processes} over num_machines {machines}. Make it a multiple of num_machines"
+        if (rank := self.machine_rank) >= machines:
+            yield f"machine_rank is {rank}, and num_machines is {machines}: ranks are from 0 to {machines - 1}"
         if port > 65535:
             yield f"main_process_port is {port}, and ports end at 65535. Take one that is free on the first machine"
         if machines > 1 and port == 0:
-            yield (
-                f"main_process_port is 0, any that is free, which {machines} machines cannot know of each other. Name "
-                "one"
-            )
+            yield f"main_process_port is 0, any that is free, and {machines} machines must know it. Name one"
         if machines > 1 and self.distributed_type != "NO" and not self.main_process_ip:
-            yield (
-                f"num_machines is {machines}, and main_process_ip is missing. Give the first machine's address there, "
-                "or by --main_process_ip"
-            )
-        local = processes // machines
-        if self.gpu_ids != "all" and len(self.gpu_ids.split(",")) < local:
-            yield (
-                f"gpu_ids is {self.gpu_ids}, and {local} processes run on a machine, each with a GPU of its own. Name "
-                "as many, or `all`"
-            )
+            yield f"num_machines is {machines}, and main_process_ip is missing. Give the first machine's address there"
+        if self.gpu_ids != "all" and len(self.gpu_ids.split(",")) < (local := processes // machines):
+            yield f"gpu_ids is {self.gpu_ids}, and {local} processes run on a machine. Name as many, or `all`"
 
 
 SECTIONS: dict[str, type[LaunchSection]] = {
@@ -327,12 +311,6 @@ KEYS = fields_of({"": LaunchFile, **{f"{name}.": section for name, section in SE
 def least_of(field: FieldInfo) -> int | None:
     """Returns the smallest number that a key can have; None if it takes no number."""
     return next((rule.ge for rule in field.metadata if hasattr(rule, "ge")), None)
-
-
-def choices_of(field: FieldInfo) -> list[str]:
-    """Returns the texts that a key can be; none for any."""
-    parts = (field.annotation, *get_args(field.annotation))
-    return [str(word) for part in parts if get_origin(part) is Literal for word in get_args(part)]
 
 
 def _is_off(value: Any) -> bool:

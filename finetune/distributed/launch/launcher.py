@@ -1,31 +1,36 @@
 """Runs `accelerate launch`, and ends with the workers' exit code instead of the launcher's traceback.
 
-`python -m finetune.distributed.launch.launcher …` is `accelerate launch …`: the same code starts the same processes,
-which without GPUs are forks of this one (`forked_workers`).
-Workers keep the terminal, so what they print is live. They find the launch file by reading this command line.
+`python -m finetune.distributed.launch.launcher …` is `accelerate launch …`: the same code starts the same processes.
+Without GPUs they are forks of this one, which has imported what they need: a start imports once, however many they are
+(`forked_workers`). Workers keep the terminal, so what they print is live. They find the launch file by reading this
+command line.
 """
 
+import fcntl
+import gc
+import importlib.util
 import logging
 import math
 import os
+import runpy
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
-from finetune.distributed.launch.forked_workers import forked_workers, import_ahead
 from finetune.distributed.launch.launch_config import check_installed, name_deepspeed_device
 from finetune.distributed.launch.predicted_environment import predict_environment
-from finetune.utils import signals
+from finetune.utils import orphan_watch, signals
 from finetune.utils.exit_codes import REQUEUE, run_guarded
 from finetune.utils.hub_access import go_offline_if_unreachable
 from finetune.utils.library_imports import quick_imports
-from finetune.utils.output_streams import outlive_readers
 from finetune.utils.temporary_folders import temporary_folder
 
 # After a failure torchrun asks the other workers to end, and kills those that hang: after 30 s, if left to itself.
@@ -35,25 +40,19 @@ _HUNG_S = 25
 _PATIENCE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
 
-@dataclass
-class _Requests:
-    """The signals that this launcher was sent, and passes on.
+def _pass_on(sent: list[int], number: int, _: Any) -> None:
+    """Passes a signal on to the workers, who save and end, and adds it to those that were sent before.
 
-    torchrun handles them by an exception: it does not learn how its workers end then, and a second signal has it leave
-    them alone.
+    torchrun handles signals by an exception: it does not learn how its workers end then, and a second signal has it
+    leave them alone.
     """
-
-    numbers: list[int] = field(default_factory=list)
-
-    def handle(self, number: int, _: Any) -> None:
-        """Passes a signal on to the workers, who save and end."""
-        if not _signal_workers(number) and not self.numbers:
-            raise signals.Interrupted(number)
-        if not self.numbers:
-            timer = threading.Timer(float(os.environ.get(_PATIENCE, 30)), _signal_workers, (signal.SIGKILL,))
-            timer.daemon = True
-            timer.start()
-        self.numbers.append(number)
+    if not _signal_workers(number) and not sent:
+        raise signals.Interrupted(number)
+    if not sent:
+        timer = threading.Timer(float(os.environ.get(_PATIENCE, 30)), _signal_workers, (signal.SIGKILL,))
+        timer.daemon = True
+        timer.start()
+    sent.append(number)
 
 
 def _signal_workers(number: int) -> bool:
@@ -68,12 +67,7 @@ def _signal_workers(number: int) -> bool:
 
 
 class _Stopped(Exception):
-    """Workers were asked to stop, and have ended: none is started again."""
-
-    def __init__(self, codes: Sequence[int | None]) -> None:
-        """Takes their exit codes."""
-        super().__init__(codes)
-        self.codes = codes
+    """Workers were asked to stop, and have ended, with the exit codes in `args`: none is started again."""
 
 
 def launch_workers(
@@ -84,17 +78,10 @@ def launch_workers(
     module: str = "finetune.training",
     grace_s: float = 0.0,
 ) -> None:
-    """Turns this process into the launcher of `launcher_command`, so it returns only by an error.
+    """Turns this process into the launcher of `launcher_command`, which see; it returns only by an error.
 
     Args:
-        config_file: The launch file.
-        options: More of `accelerate launch`'s options, each with its value, such as `--num_processes 4`.
-        arguments: What the workers are given.
-        module: What they run; that of `scripts/train.py` if left out.
         grace_s: How long workers may take to save once the launcher is told to stop.
-
-    Raises:
-        BackendError: As a run would: the launch file cannot be used, or contradicts itself or the environment.
     """
     words = launcher_command(config_file, options, arguments, module=module)
     os.environ.setdefault(_PATIENCE, str(math.ceil(grace_s) + 10))
@@ -107,7 +94,13 @@ def launch_workers(
 def launcher_command(
     config_file: str, options: Sequence[str], arguments: Sequence[str], *, module: str = "finetune.training"
 ) -> list[str]:
-    """The command that launches workers; see `launch_workers` for its arguments.
+    """Returns the command that launches workers.
+
+    Args:
+        config_file: The launch file.
+        options: More of `accelerate launch`'s options, each with its value, such as `--num_processes 4`.
+        arguments: What the workers are given.
+        module: What they run; that of `scripts/train.py` if left out.
 
     Raises:
         BackendError: As a run would: the launch file cannot be used, or contradicts itself or the environment.
@@ -124,7 +117,7 @@ def launcher_command(
 
 def main(arguments: Sequence[str]) -> int:
     """Launches as `accelerate launch` does; returns the exit code of the worker that failed first, or 0."""
-    outlive_readers()
+    signals.outlive_readers()
     # Before anything imports the hub's client, here or in a fork.
     go_offline_if_unreachable()
     # A library that starts threads where it is imported would not have them in a fork. Workers choose their own number.
@@ -139,28 +132,28 @@ def main(arguments: Sequence[str]) -> int:
         forks = parsed.module and sys.platform == "linux" and not torch.cuda.is_available()
         if forks:
             name_deepspeed_device()  # which workers inherit
-            import_ahead(parsed.training_script)
+            _import_ahead(parsed.training_script)
     if unset:
         del os.environ["OMP_NUM_THREADS"]
     # It reports every worker that ends, whose own last words are on the terminal already.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
-    # It warns that it sets one thread a process; workers set their own (`launch_config.threads_each`).
+    # It warns that it sets one thread a process; workers set their own.
     logging.getLogger("torch.distributed.run").addFilter(lambda record: "OMP_NUM_THREADS" not in record.getMessage())
-    requests = _Requests()
+    sent: list[int] = []
     # What torchrun itself handles: Accelerate passes it on.
     parsed.signals_to_handle = signal.SIGQUIT.name
-    _end_workers_sooner(requests)
+    _end_workers_sooner(sent)
     with (
         temporary_folder() as folder,
-        signals.handle_signals(signals.stop_signals(), requests.handle),
+        signals.handle_signals(signals.stop_signals(), partial(_pass_on, sent)),
         forked_workers() if forks else nullcontext(),
     ):
         # torchrun would leave a folder of its own behind.
         parsed.log_dir = parsed.log_dir or str(folder)
-        return _run(launch_command, parsed, requests)
+        return _run(launch_command, parsed, sent)
 
 
-def _run(launch_command: Callable[[Any], None], parsed: Any, requests: _Requests) -> int:
+def _run(launch_command: Callable[[Any], None], parsed: Any, sent: Sequence[int]) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -172,11 +165,11 @@ def _run(launch_command: Callable[[Any], None], parsed: Any, requests: _Requests
     except subprocess.CalledProcessError as error:
         return _account("The worker", error.returncode)
     except _Stopped as error:
-        failed = [code for code in error.codes if code not in (0, REQUEUE)]
+        failed = [code for code in error.args if code not in (0, REQUEUE)]
         if not failed:
-            return REQUEUE if REQUEUE in error.codes else 0
+            return REQUEUE if REQUEUE in error.args else 0
         # One that failed says more than those that were ended with it.
-        return next((code for code in failed if code is not None and code > 0), 128 + requests.numbers[0])
+        return next((code for code in failed if code is not None and code > 0), 128 + sent[0])
     except SignalException as error:
         return 128 + int(error.sigval)
     except (ValueError, OSError) as error:
@@ -185,7 +178,7 @@ def _run(launch_command: Callable[[Any], None], parsed: Any, requests: _Requests
     return 0
 
 
-def _end_workers_sooner(requests: _Requests) -> None:
+def _end_workers_sooner(sent: Sequence[int]) -> None:
     """Has torchrun kill hung workers sooner, and end with those that were asked to."""
     from torch.distributed.elastic.multiprocessing.api import PContext, SubprocessContext
 
@@ -193,9 +186,9 @@ def _end_workers_sooner(requests: _Requests) -> None:
 
     def sooner(self: PContext, death_sig: signal.Signals | None = None, timeout: int = _HUNG_S) -> None:
         close(self, death_sig, timeout)
-        if requests.numbers:
+        if sent:
             assert isinstance(self, SubprocessContext)
-            raise _Stopped([handler.proc.returncode for handler in self.subprocess_handlers.values()])
+            raise _Stopped(*(handler.proc.returncode for handler in self.subprocess_handlers.values()))
 
     PContext.close = sooner  # type: ignore[method-assign]
 
@@ -208,6 +201,126 @@ def _account(who: str, code: int) -> int:
     hint = ", which is what the kernel does when memory runs out" if name == "SIGKILL" else ""
     print(f"\n{who} was ended by {name}{hint}.", file=sys.stderr, flush=True)
     return 128 - code
+
+
+class _ForkedWorker:
+    """Methods of `subprocess.Popen` that torchrun and Accelerate use, for a worker that is a fork of its launcher.
+
+    Gives `python -m MODULE …` the same environment, session, files and exit code, and does what that Python does once
+    it has imported.
+    """
+
+    def __init__(self, args: Sequence[str], env: Mapping[str, str], start_new_session: bool = False, **_: None) -> None:
+        self.args = args
+        self.returncode: int | None = None
+        """The exit code, negative for a signal; None while it runs."""
+        import psutil
+
+        # It is `python [-u] -m MODULE …`.
+        flags = [word for word in args[1:3] if word in ("-u", "-m")]
+        words = list(args[1 + len(flags) :])
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # A signal that comes before the worker has its own handlers must not go to the launcher's.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        self.pid = os.fork()
+        if self.pid == 0:
+            _become(words, env, start_new_session, "-u" in flags, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        self._process = psutil.Process(self.pid)
+
+    def poll(self) -> int | None:
+        """Returns the exit code, if it has ended."""
+        with suppress(subprocess.TimeoutExpired):
+            self.wait(0.0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Waits for the end.
+
+        Raises:
+            subprocess.TimeoutExpired: If that takes longer than `timeout` seconds.
+        """
+        import psutil
+
+        try:
+            self.returncode = int(self._process.wait(timeout))
+        except psutil.TimeoutExpired as error:
+            raise subprocess.TimeoutExpired(list(self.args), timeout or 0.0) from error
+        return self.returncode
+
+
+def _import_ahead(module: str) -> None:
+    """Imports what workers that run a module will, where its package has a module `worker_imports`."""
+    found = importlib.util.find_spec(module)
+    # To import a module that is no package would be to run it.
+    if found is not None and found.submodule_search_locations:
+        # Workers fail over the same import, and report it as they would alone.
+        with suppress(ImportError):
+            importlib.import_module(f"{module}.worker_imports")
+
+
+@contextmanager
+def forked_workers() -> Iterator[None]:
+    """Has torchrun and Accelerate fork their workers; not with GPUs: a process that uses CUDA cannot be forked.
+
+    Source: torch, `SubprocessHandler._popen`; accelerate, `simple_launcher`. Each looks the name up in its module.
+    """
+    from accelerate.commands import launch
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+    # The module `subprocess`, as Accelerate's launcher uses it.
+    forking = SimpleNamespace(Popen=_ForkedWorker, CalledProcessError=subprocess.CalledProcessError)
+    with patch.object(launch, "subprocess", forking), patch.object(subprocess_handler, "Popen", _ForkedWorker):
+        yield
+
+
+def _become(words: list[str], env: Mapping[str, str], new_session: bool, unbuffered: bool, mask: Iterable[int]) -> None:
+    """Does what `python -m WORDS` does, and ends."""
+    code = 1
+    # What the launcher holds is never freed here: files of that number may be a worker's own by then.
+    gc.freeze()
+    try:
+        # As a new process has them: the launcher's own handlers are not for its workers.
+        for number in signal.valid_signals():
+            if callable(signal.getsignal(number)):
+                signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.set_wakeup_fd(-1)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if new_session:
+            os.setsid()
+        # What a new program would not have: the connections of the launcher's store, on whose end others wait.
+        for name in os.listdir("/proc/self/fd"):
+            with suppress(OSError):
+                if fcntl.fcntl(int(name), fcntl.F_GETFD) & fcntl.FD_CLOEXEC:
+                    os.close(int(name))
+        os.environ.clear()
+        os.environ.update(env)
+        os.environ[orphan_watch.FORK] = str(os.getpid())
+        # Accelerate's launcher has given the root logger a handler.
+        logging.getLogger().handlers.clear()
+        if unbuffered:
+            for stream in (sys.stdout, sys.stderr):
+                stream.reconfigure(write_through=True)  # type: ignore[union-attr]
+        import numpy as np
+
+        np.random.seed()
+        orphan_watch.record_parent()
+        sys.argv = words
+        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except KeyboardInterrupt:
+        code = 128 + signal.SIGINT  # its launcher was told as well
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # The launcher's own code is further up on this stack.
+        os._exit(code)
 
 
 if __name__ == "__main__":

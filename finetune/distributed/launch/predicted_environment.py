@@ -60,7 +60,12 @@ def predict_environment(
         world, local = (number_of(env, name) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
         launch = launch_of_environment(env, world, None, threads_each(env, local))
         return PredictedEnvironment(launch, dict(env), {}, LaunchFile(distributed_type="NO"), {}, {}, local)
-    file, chosen = read_launch_file(config_file), _typed(options)
+    file, chosen = read_launch_file(config_file), dict[str, Any]()
+    for name, value in options.items():
+        least = least_of(KEYS[name])
+        if least is not None and not (value.isdecimal() and int(value) >= least):
+            raise BackendError(f"--{name} takes a whole number from {least}, got {value or 'nothing'}.")
+        chosen[name] = value if least is None else int(value)
     asked = file.model_copy(update=chosen)
     alone = asked.distributed_type == "NO"
     requested = asked.num_processes or (1 if alone else None)
@@ -98,13 +103,3 @@ def exported_by_file(file: str | Path, processes: int, replicate: int | None = N
         exported[copies] = str(replicate or exported[copies])
         exported["PARALLELISM_CONFIG_DP_SHARD_SIZE"] = str(processes // int(exported[copies]))
     return exported
-
-
-def _typed(options: Mapping[str, str]) -> dict[str, Any]:
-    typed: dict[str, Any] = {}
-    for name, value in options.items():
-        least = least_of(KEYS[name])
-        if least is not None and not (value.isdecimal() and int(value) >= least):
-            raise BackendError(f"--{name} takes a whole number from {least}, got {value or 'nothing'}.")
-        typed[name] = value if least is None else int(value)
-    return typed

@@ -30,7 +30,7 @@ def read_state(
     Args:
         network: The network inside the prepared model, its weights sharded (`reshard`).
         optimizer: What `Backend.prepare` returned.
-        splits: Which parameters are split over the ranks of a tensor-parallel group.
+        splits: Parameters that are split over the ranks of a tensor-parallel group.
         cut: True where a tensor may lie on several ranks in parts.
 
     Yields:
@@ -43,7 +43,8 @@ def read_state(
     for name, parameter in _trainable(network):
         split = splits.parameters.get(name)
         yield f"{PARAMETER}/{name}", tensor_shards.shard_of(parameter, split, splits.group)
-        for key, value in in_order(inner.state.get(parameter, {})):
+        # A dictionary's own order is that in which a resume filled it, which may differ from rank to rank.
+        for key, value in sorted(inner.state.get(parameter, {}).items()):
             if value is None or parameters_only:
                 continue
             tensor = as_tensor(value, f"{key}/{name}")
@@ -70,7 +71,7 @@ def write_state(
         optimizer: What `Backend.prepare` returned. It stays as it is if `keys` has no state at all.
         keys: Every key that there is.
         load: The whole tensor of a key, on the CPU, possibly memory-mapped.
-        splits: Which parameters are split over the ranks of a tensor-parallel group.
+        splits: Parameters that are split over the ranks of a tensor-parallel group.
         cut: True where a tensor may lie on several ranks in parts.
 
     Raises:
@@ -87,13 +88,17 @@ def write_state(
         _fill(parameter.detach(), whole, shard)
         for key in states[name]:
             whole = load(f"{key}/{name}")
-            group = groups[id(parameter)]
-            inner.state[parameter][key] = _placed(whole, key, name, parameter, shard, group, cut)
-
-
-def in_order(held: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Sorts state, so that its order is the same on every rank: a dictionary's is that in which a resume filled it."""
-    return sorted(held.items())
+            if whole.shape == shard.shape and key != "step":
+                # Laid out as the parameter is: sharded, and with its strides.
+                placed: Any = torch.empty_like(parameter.detach(), dtype=whole.dtype)
+                _fill(placed, whole, shard)
+            elif whole.ndim == 0:
+                placed = place_number(whole, key, groups[id(parameter)], parameter.device)
+            elif cut:
+                raise not_held(f"{key}/{name}", whole.shape, shard.shape)
+            else:
+                placed = whole.to(parameter.device, copy=True)
+            inner.state[parameter][key] = placed
 
 
 def _trainable(network: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -134,21 +139,6 @@ def load_parameter(load: Callable[[str], torch.Tensor], key: str, shape: Any) ->
 def _fill(tensor: Any, whole: torch.Tensor, shard: Shard) -> None:
     here = local(tensor)
     here.copy_(tensor_shards.part_of(whole, shard).reshape(here.shape))
-
-
-def _placed(
-    whole: torch.Tensor, key: str, name: str, parameter: Any, shard: Shard, group: dict[str, Any], divided: bool
-) -> Any:
-    if whole.shape == shard.shape and key != "step":
-        # Laid out as the parameter is: sharded, and with its strides.
-        like = torch.empty_like(parameter.detach(), dtype=whole.dtype)
-        _fill(like, whole, shard)
-        return like
-    if whole.ndim == 0:
-        return place_number(whole, key, group, parameter.device)
-    if divided:
-        raise not_held(f"{key}/{name}", whole.shape, shard.shape)
-    return whole.to(parameter.device, copy=True)
 
 
 def place_number(whole: torch.Tensor, key: str, group: dict[str, Any], device: torch.device) -> Any:

@@ -22,7 +22,6 @@ from finetune.distributed.state import tensor_shards
 from finetune.distributed.state.state_transfer import (
     PARAMETER,
     as_tensor,
-    in_order,
     load_parameter,
     not_held,
     place_number,
@@ -99,10 +98,10 @@ def read_state(optimizer: Any, network: nn.Module, *, parameters_only: bool = Fa
     """`state_transfer.read_state`, of flat buffers."""
     zero = inner_optimizer(optimizer)
     for flat in zero_states(zero, network):
-        with _reading(zero, flat):
+        with _in_memory(zero, flat):
             for part in flat.parts:
                 yield f"{PARAMETER}/{part.name}", flat.piece(part, flat.master)
-                for state, value in in_order(flat.state):
+                for state, value in sorted(flat.state.items()):
                     if value is None or parameters_only:
                         continue
                     key = f"{state}/{part.name}"
@@ -122,7 +121,7 @@ def write_state(optimizer: Any, network: nn.Module, keys: Collection[str], load:
     steps: dict[Any, int] = {}
     with _changing(zero):
         for flat in zero_states(zero, network):
-            with _writing(zero, flat):
+            with _in_memory(zero, flat, changes=True):
                 for part in flat.parts:
                     flat.fill(part, flat.master, load_parameter(load, f"{PARAMETER}/{part.name}", part.shape))
                 if any(states[part.name] for part in flat.parts):
@@ -149,7 +148,10 @@ def _flat_state(flat: ZeroState, states: dict[str, list[str]], load: Callable[[s
             whole = load(key)
             if whole.shape == part.shape and state != "step":
                 if state not in buffers:
-                    buffers[state] = _buffer(flat, state, whole.dtype)
+                    old: Any = flat.state.get(state)
+                    same = isinstance(old, torch.Tensor) and (old.shape, old.dtype) == (flat.master.shape, whole.dtype)
+                    made = old.zero_() if same else torch.zeros_like(flat.master.detach(), dtype=whole.dtype)
+                    buffers[state] = made
                 flat.fill(part, buffers[state], whole)
             elif whole.ndim:
                 raise not_held(key, whole.shape, part.shape)
@@ -164,13 +166,6 @@ def _flat_state(flat: ZeroState, states: dict[str, list[str]], load: Callable[[s
         state: int(whole) if state == "step" and flat.counts_steps else place_number(whole, state, flat.group, device)
         for state, (whole, _) in numbers.items()
     }
-
-
-def _buffer(flat: ZeroState, state: str, dtype: torch.dtype) -> torch.Tensor:
-    old = flat.state.get(state)
-    if isinstance(old, torch.Tensor) and old.shape == flat.master.shape and old.dtype == dtype:
-        return old.zero_()
-    return torch.zeros_like(flat.master.detach(), dtype=dtype)
 
 
 def zero_states(zero: Any, network: nn.Module) -> Iterator[ZeroState]:
@@ -224,34 +219,24 @@ def _stage_3(zero: Any, names: dict[int, str]) -> Iterator[ZeroState]:
         yield ZeroState(index, zero.fp32_partitioned_groups_flat[index], inner, group, ranks, parts)
 
 
-def _rests_on_disk(zero: Any, flat: ZeroState) -> bool:
-    return hasattr(zero, "fp16_groups") and deepspeed_private.is_swapped(zero, flat.index)
-
-
 @contextmanager
-def _reading(zero: Any, flat: ZeroState) -> Iterator[None]:
-    """A flat buffer and its state in host memory, if they rest on the disk."""
-    if not _rests_on_disk(zero, flat):
-        yield
-        return
-    deepspeed_private.swap_in(zero, flat.index)
-    try:
-        yield
-    finally:
-        deepspeed_private.release_swap_buffers(zero, flat.index)
+def _in_memory(zero: Any, flat: ZeroState, *, changes: bool = False) -> Iterator[None]:
+    """Has a flat buffer and its state in host memory, if they rest on the disk.
 
-
-@contextmanager
-def _writing(zero: Any, flat: ZeroState) -> Iterator[None]:
-    """A flat buffer to be changed: afterwards the network computes with the new weights (on this rank's part)."""
-    on_disk = _rests_on_disk(zero, flat)
+    Args:
+        changes: True to compute with the new weights afterwards (on this rank's part), and to write them to the disk.
+    """
+    stage3 = hasattr(zero, "fp16_groups")
+    on_disk = stage3 and deepspeed_private.is_swapped(zero, flat.index)
     if on_disk:
         deepspeed_private.swap_in(zero, flat.index)
-    yield
-    if hasattr(zero, "fp16_groups"):
-        deepspeed_private.update_weights(zero, flat.index)
-    if on_disk:
-        deepspeed_private.swap_out(zero, flat.index)
+    try:
+        yield
+        if changes and stage3:
+            deepspeed_private.update_weights(zero, flat.index)
+    finally:
+        if on_disk:
+            (deepspeed_private.swap_out if changes else deepspeed_private.release_swap_buffers)(zero, flat.index)
 
 
 @contextmanager

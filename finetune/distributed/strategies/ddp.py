@@ -11,10 +11,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from finetune.distributed.launch.launch_config import Launch, ResolvedConfig
-from finetune.distributed.param_specs import ParamSpecs, elements_of
-from finetune.distributed.split_parameters import Splits
-from finetune.distributed.strategies import first_gradients, strategy
-from finetune.distributed.strategies.prediction import Flow, Share, predict_whole_share
+from finetune.distributed.strategies import strategy
+from finetune.distributed.strategies.prediction import Flow, ParamSpecs, Share, elements_of, predict_whole_share
 from finetune.distributed.strategies.strategy import Prepared, Runtime, Strategy
 from finetune.distributed.tensor_facts import inner_name, master_weights, read_parameters
 from finetune.utils.compat import torch_private
@@ -66,13 +64,13 @@ def _sum_in_bf16(group: Any, bucket: GradBucket) -> torch.futures.Future[torch.T
 
 def _check_gradients(runtime: Runtime, model: Any, last: bool) -> AbstractContextManager[Any]:
     """DDP waits for the gradients of all, and fails in the next pass over those that are missing."""
-    return first_gradients.expect_all(first_gradients.trained_leaves(model), "DDP waits for the gradients of all")
+    return strategy.expect_all(strategy.trained_leaves(model), "DDP waits for the gradients of all")
 
 
-def _read_back(accelerator: Any, model: Any, optimizer: Any, splits: Splits) -> dict[str, Any]:
-    facts, whole = read_parameters(model, optimizer, splits)
+def _read_back(runtime: Runtime, model: Any) -> dict[str, Any]:
+    facts, whole = read_parameters(model, runtime.optimizer, runtime.splits)
     named = [(inner_name(name), p) for name, p in model.named_parameters()]
-    split = {id(p) for name, p in named if name in splits.parameters}
+    split = {id(p) for name, p in named if name in runtime.splits.parameters}
 
     def due(tensors: list[Any]) -> float:
         here = sum(whole[id(t)] // (facts["tensor"] if id(t) in split else 1) for t in tensors)
@@ -82,7 +80,7 @@ def _read_back(accelerator: Any, model: Any, optimizer: Any, splits: Splits) -> 
     return {
         "kind": "ddp",
         "averaged": model.process_group.size(),
-        "due": (due([p for _, p in named]), due(master_weights(optimizer))),
+        "due": (due([p for _, p in named]), due(master_weights(runtime.optimizer))),
         "reduce_dtype": "bfloat16" if halves else "float32",
         **facts,
     }

@@ -1,8 +1,14 @@
-"""DeepSpeed's ZeRO: optimiser state (1), gradients (2) and weights (3) sharded, on the device, in memory or NVMe."""
+"""DeepSpeed's ZeRO: optimiser state (1), gradients (2) and weights (3) sharded, on the device, in memory or NVMe.
 
+Predictions are read off the sources of deepspeed 0.19, and compared with launched runs on CPUs
+(`docs/plan-accuracy.md`).
+"""
+
+import copy
 import logging
+import math
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -11,13 +17,32 @@ from accelerate.utils import InitProcessGroupKwargs
 from torch import nn
 
 from finetune.distributed.launch.launch_config import Launch, ResolvedConfig
-from finetune.distributed.split_parameters import Splits
 from finetune.distributed.state import tensor_shards
 from finetune.distributed.state.tensor_shards import Shard
-from finetune.distributed.strategies import deepspeed_config, first_gradients, strategy, zero_prediction
+from finetune.distributed.strategies import deepspeed_config, strategy
+from finetune.distributed.strategies.prediction import (
+    Flow,
+    Gathered,
+    ParamSpec,
+    ParamSpecs,
+    Share,
+    Window,
+    bytes_of,
+    elements_of,
+)
 from finetune.distributed.strategies.strategy import TIMEOUT, Prepared, Runtime, Strategy
 from finetune.distributed.tensor_facts import dtypes_of, held_bytes, off_share, short_dtype, width_of
 from finetune.utils.errors import BackendError
+
+# DeepSpeed's defaults, in elements. Source: https://www.deepspeed.ai/docs/config-json/
+_DEFAULTS = {
+    "reduce_bucket_size": 500_000_000,
+    "allgather_bucket_size": 500_000_000,
+    "stage3_param_persistence_threshold": deepspeed_config.PERSISTENCE_THRESHOLD,
+    "stage3_max_live_parameters": 1_000_000_000,
+    "stage3_max_reuse_distance": 1_000_000_000,
+    "stage3_prefetch_bucket_size": 50_000_000,
+}
 
 
 def _accelerator_options(launch: Launch, settled: ResolvedConfig, reduced: torch.dtype, cpu: bool) -> dict[str, Any]:
@@ -54,34 +79,23 @@ def _prepare(runtime: Runtime, model: nn.Module, optimizer: torch.optim.Optimize
     launch, config = runtime.launch, _config(runtime)
     sizes = [getattr(p, "ds_numel", p.numel()) for p in model.parameters()]
     deepspeed_config.fit_to_model(config, hidden_size=width_of(model), parameter_sizes=sizes)
-    _match_shards(model)
-    if launch.offload_params == "nvme":
-        _shard_in_own_dtype(model, config)
+    for parameter in model.parameters():
+        # A network that was sharded as it was loaded: in the dtypes that its parameters have by now.
+        shard: Any = getattr(parameter, "ds_tensor", None)
+        if shard is not None and shard.dtype != parameter.dtype:
+            shard.data = shard.data.to(parameter.dtype)
+    if launch.offload_params == "nvme" and not any(hasattr(p, "ds_id") for p in model.parameters()):
+        import deepspeed
+
+        # Shards a whole model before DeepSpeed does, so that NVMe holds it in its own dtype. Left to itself, DeepSpeed
+        # 0.19 takes the dtype of what it swaps from the device instead of the model where fp16 is not supported: fp32
+        # parameters would go to disk, and come back, as bf16.
+        # Source: `Init._set_dtype` in `runtime/zero/partition_parameters.py` (a conditional's precedence).
+        deepspeed.zero.Init(module=model, config_dict_or_path=config)
     wrapped, prepared = strategy.prepare(runtime, model, optimizer)
     if launch.kind == "zero3":
         _plan_gathers_by_training(wrapped)
     return wrapped, prepared
-
-
-def _shard_in_own_dtype(model: nn.Module, config: dict[str, Any]) -> None:
-    """Shards a whole model for ZeRO-3 before DeepSpeed does, in place, so that NVMe holds it in its own dtype.
-
-    Left to itself, DeepSpeed 0.19 takes the dtype of what it swaps from the device instead of the model where fp16
-    is not supported: fp32 parameters would go to disk, and come back, as bf16.
-    Source: deepspeed, `Init._set_dtype` in `runtime/zero/partition_parameters.py` (a conditional's precedence).
-    """
-    import deepspeed
-
-    if not any(hasattr(p, "ds_id") for p in model.parameters()):
-        deepspeed.zero.Init(module=model, config_dict_or_path=config)
-
-
-def _match_shards(model: nn.Module) -> None:
-    """Puts shards of a network that was sharded as it was loaded in the dtypes that its parameters have by now."""
-    for parameter in model.parameters():
-        shard: Any = getattr(parameter, "ds_tensor", None)
-        if shard is not None and shard.dtype != parameter.dtype:
-            shard.data = shard.data.to(parameter.dtype)
 
 
 def _plan_gathers_by_training(engine: Any) -> None:
@@ -108,17 +122,13 @@ def _plan_gathers_by_training(engine: Any) -> None:
 
 
 def _check_network(launch: Launch, ds_config: dict[str, Any], width: int, sizes: Sequence[int]) -> None:
-    """Completes a config for a network, in place, and refuses one with which stage 3 does not shard it."""
-    deepspeed_config.fit_to_model(ds_config, hidden_size=width, parameter_sizes=sizes)
-    if launch.kind == "zero3":
-        _check_shards(launch, ds_config, sizes)
-
-
-def _check_shards(launch: Launch, ds_config: Mapping[str, Any], sizes: Sequence[int]) -> None:
-    """Refuses thresholds by which DeepSpeed keeps too many small parameters whole on every rank.
+    """Completes a config for a network, in place; refuses thresholds by which stage 3 keeps too much of it whole.
 
     Source: deepspeed 0.19, `mark_persistent_parameters` in `runtime/zero/parameter_offload.py`.
     """
+    deepspeed_config.fit_to_model(ds_config, hidden_size=width, parameter_sizes=sizes)
+    if launch.kind != "zero3":
+        return
     section, ranks, whole = ds_config["zero_optimization"], launch.num_processes, 0
     written = section.get("stage3_param_persistence_threshold")
     threshold = deepspeed_config.PERSISTENCE_THRESHOLD if written is None else written
@@ -142,12 +152,6 @@ def _check_shards(launch: Launch, ds_config: Mapping[str, Any], sizes: Sequence[
         )
 
 
-def _check_prepared(runtime: Runtime, model: Any) -> None:
-    if runtime.launch.kind == "zero3":
-        sizes = [getattr(p, "ds_numel", p.numel()) for p in model.parameters()]
-        _check_shards(runtime.launch, _config(runtime), sizes)
-
-
 def _casts_weights(runtime: Runtime) -> bool:
     config = _config(runtime)
     return bool(config["bf16"]["enabled"] or config["fp16"]["enabled"])
@@ -161,9 +165,7 @@ def _autocast(runtime: Runtime) -> AbstractContextManager[Any]:
 
 def _check_gradients(runtime: Runtime, model: Any, last: bool) -> AbstractContextManager[Any]:
     """ZeRO takes missing gradients for zeros."""
-    if not first_gradients.decays(runtime.optimizer):
-        return nullcontext()
-    return first_gradients.expect_all(first_gradients.trained_leaves(model), first_gradients.DECAY)
+    return strategy.expect_decayed(strategy.trained_leaves(model), runtime.optimizer)
 
 
 def _grad_norm(runtime: Runtime, model: nn.Module) -> torch.Tensor:
@@ -172,24 +174,11 @@ def _grad_norm(runtime: Runtime, model: nn.Module) -> torch.Tensor:
     return torch.as_tensor(norm, dtype=torch.float32)
 
 
-def _read_state(
-    runtime: Runtime, network: nn.Module, optimizer: Any, *, parameters_only: bool = False
-) -> Iterator[tuple[str, Shard]]:
+def _zero_state() -> Any:
+    """Returns the module that reads and writes flat buffers; it imports DeepSpeed."""
     from finetune.distributed.state import zero_state
 
-    return zero_state.read_state(optimizer, network, parameters_only=parameters_only)
-
-
-def _write_state(
-    runtime: Runtime,
-    network: nn.Module,
-    optimizer: Any,
-    keys: Collection[str],
-    load: Callable[[str], torch.Tensor],
-) -> None:
-    from finetune.distributed.state import zero_state
-
-    zero_state.write_state(optimizer, network, keys, load)
+    return zero_state
 
 
 def _read_frozen(runtime: Runtime, name: str, parameter: Any) -> Shard:
@@ -252,10 +241,11 @@ def _apart(inner: Any) -> int:
     return sum(n for n, master, held in zip(sizes, masters, weights, strict=True) if master is not held)
 
 
-def _read_back(accelerator: Any, engine: Any, optimizer: Any, splits: Splits) -> dict[str, Any]:
+def _read_back(runtime: Runtime, engine: Any) -> dict[str, Any]:
     stage, inner = engine.zero_optimization_stage(), engine.optimizer
     parameters = list(engine.module.parameters())
     sizes = [getattr(p, "ds_numel", p.numel()) for p in parameters]
+    _check_network(runtime.launch, _config(runtime), width_of(engine), sizes)
     facts: dict[str, Any] = {}
     if stage == 3:
         # A persistent parameter stays whole on every rank although it also has a partition.
@@ -303,13 +293,113 @@ def _rests(on_disk: bool, offloaded: bool) -> str:
     return "nvme" if on_disk else "cpu" if offloaded else "none"
 
 
+def _zero_section(launch: Launch, specs: ParamSpecs) -> dict[str, Any]:
+    """Returns the section `zero_optimization` with defaults, and the sizes that depend on the network."""
+    section: dict[str, Any] = _DEFAULTS | copy.deepcopy(launch.ds_config["zero_optimization"])
+    sizes = [p.elements for p in specs.params]
+    deepspeed_config.fit_to_model({"zero_optimization": section}, hidden_size=specs.width, parameter_sizes=sizes)
+    return section
+
+
+def _predict_share(launch: Launch, specs: ParamSpecs, accumulation: int) -> Share:
+    """Returns the fullest rank's share.
+
+    Stages 1 and 2 hold the weights of an optimiser's group as views of one tensor, padded to two elements a rank.
+    Source: `nccl_start_alignment_factor` in `runtime/zero/stage_1_and_2.py`.
+    """
+    section, ranks = _zero_section(launch, specs), launch.averaged_ranks
+    if launch.kind == "zero3":
+        return _stage3_share(launch, specs, section)
+    groups: dict[int | None, list[ParamSpec]] = {}
+    for param in specs.trained:
+        groups.setdefault(param.group, []).append(param)
+    parts = [2 * math.ceil(elements_of(group) / (2 * ranks)) for group in groups.values()]
+    padded = [part * ranks * group[0].itemsize for part, group in zip(parts, groups.values(), strict=True)]
+    whole = launch.holds_whole_gradients(accumulation)
+    buckets = 4 * int(section["reduce_bucket_size"]) * (2 if section.get("overlap_comm") else 1)
+    return Share(
+        frozen=bytes_of(specs.frozen) + specs.rest,
+        trained=sum(padded) + 4 * sum(parts),
+        stepped=sum(parts),
+        summed=elements_of(specs.trained) if whole else sum(parts),
+        gradients_from="backward",
+        gradients_rest=launch.offload_optimizer,
+        # A gradient is made whole before it is copied to a bucket, which is there for the backward pass only.
+        in_flight=buckets + specs.largest_gradient,
+    )
+
+
+def _stage3_share(launch: Launch, specs: ParamSpecs, section: dict[str, Any]) -> Share:
+    """Returns the share under stage 3, which runs ahead as the forward pass begins, at every module by another bucket.
+
+    It frees what has run, but for what the backward pass needs again within a distance, counted in elements that are
+    used between. In the backward pass other weights are gathered as they are needed.
+    Source: `_fetch_sub_module_impl` and `__params_to_release` in `partitioned_param_coordinator.py`;
+    `reduce_scatter_coalesced` in `stage3.py`.
+    """
+    bucket, threshold = 4 * int(section["reduce_bucket_size"]), int(section["stage3_param_persistence_threshold"])
+
+    def held(params: list[ParamSpec]) -> int:
+        # Small ones are held whole as well.
+        persistent = [p for p in params if p.elements <= threshold]
+        return sum(math.ceil(p.elements / ranks) * p.itemsize for p in params) + bytes_of(persistent)
+
+    ranks, whole, elements = launch.averaged_ranks, bytes_of(specs.params), elements_of(specs.params)
+    live = round(whole * min(1.0, int(section["stage3_max_live_parameters"]) / elements))
+    again = round(whole * min(1.0, int(section["stage3_max_reuse_distance"]) / 2 / elements))
+    ahead = bytes_of(specs.units.get(specs.head, [])) + 4 * int(section["stage3_prefetch_bucket_size"])
+    loss, largest = max(again, min(live, ahead)), max(p.nbytes for p in specs.params)
+    stepped = sum(math.ceil(p.elements / ranks) for p in specs.trained)
+    return Share(
+        frozen=held(specs.frozen) + specs.rest,
+        trained=held(specs.trained) + 4 * stepped,
+        stepped=stepped,
+        summed=stepped,
+        gradients_from="step",
+        gradients_rest=launch.offload_optimizer,
+        gathered=Gathered(
+            forward=live,
+            loss=loss,
+            loss_gradient=loss,
+            # A head that looks no tokens up is first to run backwards, and freed.
+            backward=max(again - specs.head_alone, min(live, whole - specs.head_alone, loss + largest)),
+        ),
+        # A bucket goes when it is full: all of an adapter's may fit in one.
+        in_flight=max(min(bucket, 4 * elements_of(specs.trained)), specs.largest_gradient),
+        buckets=bucket,
+        # Its own linear function casts again in the backward pass (`LinearFunctionForZeroStage3`, `zero/linear.py`).
+        keeps_inputs=section.get("memory_efficient_linear", True),
+    )
+
+
+def _predict_flows(launch: Launch, specs: ParamSpecs, accumulation: int) -> list[Flow]:
+    """Returns the flows of a step. Buckets are counted in elements."""
+    section, ranks, elements = _zero_section(launch, specs), launch.averaged_ranks, elements_of(specs.trained)
+    ring = (ranks - 1) / ranks
+    reduced, sent = math.ceil(elements / int(section["reduce_bucket_size"])), round(ring * 4 * elements)
+    if launch.kind == "zero3":
+        gathers = 2 * accumulation
+        moved = round(gathers * ring * bytes_of(specs.params))
+        return [
+            Flow("all_gather", "weights", moved, ranks, "all", gathers * len(specs.units)),
+            Flow("reduce_scatter", "gradients", accumulation * sent, ranks, "backward", accumulation * reduced),
+        ]
+    # Stage 2 keeps shards of gradients only, so it reduces after each micro-batch.
+    times: int = 1 if launch.kind == "zero1" else accumulation
+    window: Window = "none" if launch.kind == "zero1" else "backward"
+    back = math.ceil(elements / int(section["allgather_bucket_size"]))
+    return [
+        Flow("reduce_scatter", "gradients", times * sent, ranks, window, times * reduced),
+        Flow("all_gather", "weights", sent, ranks, "none", back),
+    ]
+
+
 STRATEGY = Strategy(
     holds=lambda model: hasattr(model, "zero_optimization_stage"),
     accelerator_options=_accelerator_options,
     loading=_loading,
     check_network=_check_network,
     prepare=_prepare,
-    check_prepared=_check_prepared,
     casts_weights=_casts_weights,
     autocast=_autocast,
     check_gradients=_check_gradients,
@@ -318,14 +408,14 @@ STRATEGY = Strategy(
     clip_gradients=lambda model, norm, max_norm: None,  # it has clipped by then
     step=lambda runtime, optimizer, norm: optimizer.step(),  # in the backward pass, which has looked at the norm
     steps_in_backward=True,
-    read_state=_read_state,
-    write_state=_write_state,
+    read_state=lambda runtime, network, optimizer, **options: _zero_state().read_state(optimizer, network, **options),
+    write_state=lambda runtime, network, optimizer, *state: _zero_state().write_state(optimizer, network, *state),
     read_frozen=_read_frozen,
     scaler_state=_scaler_state,
     set_scaler_state=_set_scaler_state,
     held_weights=_held_weights,
     copies_masters=lambda launch: launch.kind != "zero3",
-    predict_share=zero_prediction.predict_share,
-    predict_flows=zero_prediction.predict_flows,
+    predict_share=_predict_share,
+    predict_flows=_predict_flows,
     read_back=_read_back,
 )

@@ -66,11 +66,14 @@ def complete_config(launch: Launch, recipe: Recipe, *, precision: str, accumulat
         config["torch_autocast"] = autocast | config.get("torch_autocast", {})
     written = flat(config)
     values["bf16.enabled"] = precision == "bf16" and not written.get("torch_autocast.enabled")
+    # Gradients are summed over micro-batches in fp32, and over ranks in what the recipe says, unless the config says
+    # otherwise; DeepSpeed's default is the model's dtype.
+    sums = {"data_types.grad_accum_dtype": "fp32", "communication_data_type": recipe.optim.reduce_dtype}
     contradictions = []
-    for key, value in values.items():
+    for key, value in (values | sums).items():
         if written.get(key) in (None, AUTO):
             _set(config, key, value)
-        elif written[key] != value:
+        elif written[key] != value and key in values:
             contradictions.append(f"{place} says {key}: {written[key]}, {_decider(recipe, key)} makes it {value}")
     for key in ("optimizer", "scheduler"):
         if key in config:
@@ -80,14 +83,6 @@ def complete_config(launch: Launch, recipe: Recipe, *, precision: str, accumulat
     if contradictions:
         advice = f'Change the recipe, or write "auto" in {place} (or remove the key).'
         raise BackendError.of("The DeepSpeed config contradicts the recipe and", contradictions, advice)
-    # Gradients are summed over micro-batches in fp32, and over ranks in what the recipe says; DeepSpeed's default is
-    # the model's dtype.
-    for key, value in (
-        ("data_types.grad_accum_dtype", "fp32"),
-        ("communication_data_type", recipe.optim.reduce_dtype),
-    ):
-        if written.get(key) in (None, AUTO):
-            _set(config, key, value)
     undecided = sorted(key for key, value in flat(config).items() if value == AUTO and key not in _FITTED)
     if undecided:
         raise BackendError(
@@ -167,12 +162,7 @@ def _offload_needs_adamw(config: dict[str, Any], recipe: Recipe, place: str) -> 
 
 
 def fit_to_model(config: dict[str, Any], *, hidden_size: int, parameter_sizes: Iterable[int]) -> None:
-    """Fills in the sizes that depend on the model, in place.
-
-    Args:
-        hidden_size: The model's width.
-        parameter_sizes: Elements of each parameter.
-    """
+    """Fills in, in place, the sizes that depend on the model: on its width, and the elements of each parameter."""
     section = config["zero_optimization"]
     sizes = list(parameter_sizes)
     bucket = max(hidden_size * hidden_size, 1_000_000)

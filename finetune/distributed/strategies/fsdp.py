@@ -1,6 +1,6 @@
 """FSDP2: weights, gradients and optimiser state sharded over ranks, whole copies of the shards on several (hsdp)."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any
@@ -13,13 +13,20 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Shard
 
 from finetune.distributed.launch.launch_config import Launch, ResolvedConfig
-from finetune.distributed.param_specs import ParamSpec, ParamSpecs, bytes_of, elements_of
-from finetune.distributed.split_parameters import Splits
-from finetune.distributed.state import tensor_shards
-from finetune.distributed.strategies import first_gradients, strategy
-from finetune.distributed.strategies.prediction import Flow, Gathered, Share, Window
+from finetune.distributed.strategies import strategy
+from finetune.distributed.strategies.prediction import (
+    Flow,
+    Gathered,
+    ParamSpec,
+    ParamSpecs,
+    Share,
+    Window,
+    bytes_of,
+    elements_of,
+)
 from finetune.distributed.strategies.strategy import TIMEOUT, Prepared, Runtime, Strategy
 from finetune.distributed.tensor_facts import (
+    DTYPES,
     inner_name,
     inner_optimizer,
     local,
@@ -31,8 +38,6 @@ from finetune.utils.compat import accelerate_private, torch_private
 from finetune.utils.compat import torch_sharding_private as sharding
 from finetune.utils.errors import BackendError
 
-_HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
 
 def _accelerator_options(launch: Launch, settled: ResolvedConfig, reduced: torch.dtype, cpu: bool) -> dict[str, Any]:
     options = strategy.accelerator_options(launch, settled, reduced, cpu)
@@ -42,7 +47,7 @@ def _accelerator_options(launch: Launch, settled: ResolvedConfig, reduced: torch
     # Accelerate's own policy reduces gradients in bf16 and casts every output, the loss too, to bf16.
     # Without an output dtype the loss leaves the model as it was computed: in fp32. Weights stay fp32 and are cast
     # inside operations, as on one device, unless the launch file asks for the lighter way.
-    weights = _HALVES.get(launch.mixed_precision)
+    weights = DTYPES.get(launch.mixed_precision)
     # Gradients of fp32 weights are fp32 unless another dtype is named. Named, torch 2.13 fails over a unit that took no
     # part in a micro-batch (the vision tower of a model that reads text) where gradients are held until the last one.
     named = None if weights is None and reduced is torch.float32 else reduced
@@ -112,28 +117,19 @@ def _check_gradients(runtime: Runtime, model: Any, last: bool) -> Iterator[None]
     Else it leaves weights as they are, but torch 2.13 fails over units that it never gathered, where it holds gradients
     to sum in another dtype.
     """
-    if runtime.launch.sync_each_batch:
-        decays = first_gradients.decays(runtime.optimizer)
-        expected = first_gradients.expect_all(_leaves(model), first_gradients.DECAY) if decays else nullcontext()
-    else:
-        expected = nullcontext()
-        if not last:
-            _check_held(model)
-    with expected:
+    each, trained = runtime.launch.sync_each_batch, _leaves(model)
+    if not each and not last:
+        named = {
+            inner_name(sharding.parameter_name(p))
+            for p in sharding.fsdp_params(model)
+            if getattr(p, "reduce_dtype", None) is not None
+        }
+        gathered = [name for name, leaf in trained.items() if leaf is not None or name not in named]
+        strategy.refuse_unused(trained, gathered, "torch cannot hold their gradients")
+    with strategy.expect_decayed(trained, runtime.optimizer) if each else nullcontext():
         yield
     if not last:
         _check_held_gradients(runtime.launch, model)
-
-
-def _check_held(model: Any) -> None:
-    named = {
-        inner_name(sharding.parameter_name(p))
-        for p in sharding.fsdp_params(model)
-        if getattr(p, "reduce_dtype", None) is not None
-    }
-    trained = _leaves(model)
-    gathered = [name for name, leaf in trained.items() if leaf is not None or name not in named]
-    first_gradients.refuse_unused(first_gradients.unused(trained, gathered), "torch cannot hold their gradients")
 
 
 def _leaves(model: Any) -> dict[str, torch.Tensor | None]:
@@ -174,26 +170,20 @@ def _reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def _read_state(
-    runtime: Runtime, network: nn.Module, optimizer: Any, *, parameters_only: bool = False
-) -> Iterator[tuple[str, tensor_shards.Shard]]:
-    _check_sharded(network)
-    return strategy.read_state(runtime, network, optimizer, parameters_only=parameters_only)
+def _of_shards(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that reads or writes state, and refuses weights that lie gathered beside their shards."""
+
+    def checked(runtime: Runtime, network: nn.Module, *state: Any, **options: Any) -> Any:
+        for name, parameter in network.named_parameters():
+            if parameter.requires_grad and not hasattr(parameter, "full_tensor"):
+                raise BackendError(f"The parameter '{name}' is not sharded at this moment: call reshard(model) first.")
+        return function(runtime, network, *state, **options)
+
+    return checked
 
 
-def _write_state(runtime: Runtime, network: nn.Module, *state: Any) -> None:
-    _check_sharded(network)
-    strategy.write_state(runtime, network, *state)
-
-
-def _check_sharded(network: nn.Module) -> None:
-    for name, parameter in network.named_parameters():
-        if parameter.requires_grad and not hasattr(parameter, "full_tensor"):
-            raise BackendError(f"The parameter '{name}' is not sharded at this moment: call reshard(model) first.")
-
-
-def _read_back(accelerator: Any, model: Any, optimizer: Any, splits: Splits) -> dict[str, Any]:
-    facts, whole = read_parameters(model, optimizer, splits)
+def _read_back(runtime: Runtime, model: Any) -> dict[str, Any]:
+    facts, whole = read_parameters(model, runtime.optimizer, runtime.splits)
     parameters = list(model.parameters())
     sharded = [p for p in parameters if isinstance(p, DTensor) and any(isinstance(x, Shard) for x in p.placements)]
     mesh = sharded[0].device_mesh if sharded else None
@@ -216,7 +206,7 @@ def _read_back(accelerator: Any, model: Any, optimizer: Any, splits: Splits) -> 
         "reduce_dtype": short_dtype(policy.reduce_dtype or policy.param_dtype or torch.float32),
         "offload_params": offload,
         "offload_optimizer": offload,
-        "due": (_due(parameters, mesh, whole), _due(master_weights(optimizer), mesh, whole)),
+        "due": (_due(parameters, mesh, whole), _due(master_weights(runtime.optimizer), mesh, whole)),
         "reshards": any(sharding.reshards_after_forward(g) for g in groups if g is not None) if groups else None,
     }
 
@@ -307,13 +297,13 @@ STRATEGY = Strategy(
     holds=lambda model: isinstance(model, FSDPModule),
     accelerator_options=_accelerator_options,
     prepare=_prepare,
-    casts_weights=lambda runtime: runtime.launch.mixed_precision in _HALVES,
+    casts_weights=lambda runtime: runtime.launch.mixed_precision in DTYPES,
     autocast=strategy.uncached_autocast,
     no_sync=_no_sync,
     check_gradients=_check_gradients,
     reshard=_reshard,
-    read_state=_read_state,
-    write_state=_write_state,
+    read_state=_of_shards(strategy.read_state),
+    write_state=_of_shards(strategy.write_state),
     predict_share=_predict_share,
     predict_flows=_predict_flows,
     read_back=_read_back,

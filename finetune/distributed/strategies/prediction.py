@@ -1,17 +1,109 @@
-"""Predictions of a strategy for a run that is not launched yet: memory of its fullest rank, and traffic of a step.
+"""Predictions of a strategy for a network that is not built yet: memory of its fullest rank, and traffic of a step.
 
 A ring of N ranks moves, on each of them, 2 (N - 1) / N of the bytes for an all-reduce, and (N - 1) / N for an
 all-gather or a reduce-scatter. Source: Patarasuk and Yuan 2009; Rajbhandari et al. 2020 (ZeRO), section 7.
 """
 
-from dataclasses import dataclass, field
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal
 
 from finetune.distributed.launch.launch_config import Launch
-from finetune.distributed.param_specs import ParamSpecs, bytes_of, elements_of
+from finetune.distributed.split_parameters import Split
 
 Window = Literal["all", "backward", "last backward", "none"]
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+
+COLLECTIVES = ("c10d::", "gloo:", "nccl", "deepspeed_shm_comm")
+"""Prefixes of operations that send, in a profile: torch's, gloo's, NCCL's kernels, DeepSpeed's in shared memory."""
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """A parameter as it is held."""
+
+    shape: tuple[int, ...]
+    itemsize: int
+    """Bytes an element: quantized weights lie in fp32."""
+    group: int | None
+    """The optimiser's group that it is in; None if it is not trained."""
+    unit: str
+    """Unit that it is gathered with: a layer, the embedding or the head, or "" for the rest."""
+    multiplied: bool
+    """True if autocast makes a copy of it in 16 bit."""
+    packed: int = 0
+    """How many weights it stands for, if they are packed: they are read back for each product."""
+    split: Split | None = None
+    """How it is split over the ranks of a tensor-parallel group, if it is where there are such groups."""
+    partial: bool = False
+    """True if these ranks each hold all of it, and its gradients are to be summed over them."""
+
+    def part(self, size: int) -> "ParamSpec":
+        """Returns what each of `size` ranks that split its layer holds of it."""
+        if self.split is None:
+            return self
+        shape = (self.shape[0] // size, *self.shape[1:]) if self.packed else self.split.part_shape(size)
+        return replace(self, shape=shape, packed=self.packed // size, split=None)
+
+    @cached_property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.elements * self.itemsize
+
+
+@dataclass(frozen=True)
+class ParamSpecs:
+    """The parameters of a network, in its order."""
+
+    params: tuple[ParamSpec, ...]
+    rest: int
+    """Bytes that every rank holds whole: buffers, and the scales of quantized weights."""
+    width: int
+    embedding: str = ""
+    """The unit of the embedding; "" if it is in no unit of its own."""
+    head: str = ""
+    """The unit of the head, likewise."""
+
+    @cached_property
+    def trained(self) -> list[ParamSpec]:
+        return [p for p in self.params if p.group is not None]
+
+    @cached_property
+    def frozen(self) -> list[ParamSpec]:
+        return [p for p in self.params if p.group is None]
+
+    @cached_property
+    def units(self) -> dict[str, list[ParamSpec]]:
+        """Parameters by what is gathered at a time."""
+        found: dict[str, list[ParamSpec]] = {}
+        for param in self.params:
+            found.setdefault(param.unit, []).append(param)
+        return found
+
+    @property
+    def head_alone(self) -> int:
+        """Bytes of the unit of a head that is not the embedding too."""
+        return bytes_of(self.units[self.head]) if self.head not in ("", self.embedding) else 0
+
+    @property
+    def largest_gradient(self) -> int:
+        """Bytes of the largest parameter's gradient, whole."""
+        return max((4 * p.elements for p in self.trained), default=0)
+
+
+def elements_of(params: Iterable[ParamSpec]) -> int:
+    """Elements of some parameters."""
+    return sum(p.elements for p in params)
+
+
+def bytes_of(params: Iterable[ParamSpec]) -> int:
+    """Bytes of some parameters."""
+    return sum(p.nbytes for p in params)
 
 
 @dataclass(frozen=True, kw_only=True)

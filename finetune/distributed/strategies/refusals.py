@@ -10,7 +10,7 @@ from finetune.distributed.launch.launch_config import Launch
 from finetune.utils.compat.library_versions import installed
 from finetune.utils.errors import BackendError
 
-# See `data.rows.row_dataset`.
+# See `data.rows.packed_rows`.
 _ROWS_GROW_BY = 8
 _DEBUG = "TORCH_DISTRIBUTED_DEBUG"
 
@@ -112,15 +112,13 @@ def check_split_rows(recipe: Recipe, launch: Launch) -> None:
             f"{place}, but padded rows grow in steps of {_ROWS_GROW_BY} tokens. Set sp_size to a divisor of that, or "
             "data.packing to `documents`."
         )
-    if (launch.offload_params, launch.offload_optimizer) != ("none", "none"):
-        raise BackendError(f"{place}, which is not offered with offload. Take a launch config without one of them.")
     refused = {
         f"model.attention {model.attention}": (model.attention not in ("auto", "packed"), "auto"),
         "model.compile": (model.compile, "false"),
         "model.fp8": (bool(model.fp8), "false"),
         "model.activation_offload": (model.activation_offload, "false"),
     }
-    _refuse_keys(refused, place, "sequence parallelism")
+    _refuse_with_splits(launch, refused, place, "sequence parallelism")
 
 
 def check_split_layers(recipe: Recipe, launch: Launch, precision: str) -> None:
@@ -129,8 +127,6 @@ def check_split_layers(recipe: Recipe, launch: Launch, precision: str) -> None:
         return
     model, lora = recipe.model, recipe.lora
     place = f"{launch.place} splits layers over {launch.tensor} ranks (tp_size)"
-    if (launch.offload_params, launch.offload_optimizer) != ("none", "none"):
-        raise BackendError(f"{place}, which is not offered with offload. Take a launch config without one of them.")
     if launch.mixed_precision != "no":
         raise BackendError(
             f"{place}, which is not offered with mixed_precision {launch.mixed_precision}. Take that out: the recipe's "
@@ -145,11 +141,13 @@ def check_split_layers(recipe: Recipe, launch: Launch, precision: str) -> None:
         "lora.dora": (lora is not None and lora.dora, "false"),
         "lora.dropout": (lora is not None and bool(lora.dropout), "0"),
     }
-    _refuse_keys(refused, place, "tensor parallelism")
+    _refuse_with_splits(launch, refused, place, "tensor parallelism")
 
 
-def _refuse_keys(refused: Mapping[str, tuple[bool, str]], place: str, kind: str) -> None:
-    """Refuses what a recipe asks for: by key and value, whether it does and what to set the key to."""
+def _refuse_with_splits(launch: Launch, refused: Mapping[str, tuple[bool, str]], place: str, kind: str) -> None:
+    """Refuses offload, and what a recipe asks for: by key and value, if it does and what to set the key to."""
+    if (launch.offload_params, launch.offload_optimizer) != ("none", "none"):
+        raise BackendError(f"{place}, which is not offered with offload. Take a launch config without one of them.")
     for what, (given, instead) in refused.items():
         if given:
             key = what.split()[0]

@@ -1,35 +1,35 @@
-"""The record of functions that a way of holding a network over ranks consists of, and their defaults.
+"""The functions that a way of holding a network over ranks consists of, and the way that each kind of launch takes.
 
-Each strategy is made in a module of its own. The defaults are those of one device, or of any of torch's wrappers.
+The defaults are those of one device, or of any of torch's wrappers. Each other strategy is made in a module of its own.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib import import_module
 from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 from torch import nn
+from torch.distributed.tensor import DTensor, Partial
 
 from finetune.distributed.launch.launch_config import Launch, ResolvedConfig
 from finetune.distributed.mesh import Mesh
-from finetune.distributed.param_specs import ParamSpecs
 from finetune.distributed.split_parameters import Splits
 from finetune.distributed.state import state_transfer, tensor_shards
 from finetune.distributed.state.tensor_shards import Shard
-from finetune.distributed.strategies import gradient_norm, tensor
-from finetune.distributed.strategies.prediction import Flow, Share, predict_whole_share
-from finetune.distributed.tensor_facts import inner_optimizer, local
+from finetune.distributed.strategies import tensor
+from finetune.distributed.strategies.prediction import Flow, ParamSpecs, Share, predict_whole_share
+from finetune.distributed.tensor_facts import inner_name, inner_optimizer, local, read_parameters
 from finetune.utils.compat import torch_private
+from finetune.utils.errors import BackendError
 
 TIMEOUT = timedelta(minutes=30)
 """Collectives wait this long for a slow rank before they give up."""
-
-REDUCED = {"fp32": torch.float32, "bf16": torch.bfloat16}
-"""`optim.reduce_dtype` as torch names it."""
 
 
 class Runtime(Protocol):
@@ -46,7 +46,6 @@ class Runtime(Protocol):
     optimizer: Any
     num_weights: int
     num_trained: int
-    unverified: bool
 
     @property
     def device(self) -> torch.device: ...
@@ -56,7 +55,6 @@ class Runtime(Protocol):
 
 
 Prepared = tuple[nn.Module, Any]
-LossFunction = Callable[[nn.Module, Any], torch.Tensor]
 
 
 def accelerator_options(launch: Launch, settled: ResolvedConfig, reduced: torch.dtype, cpu: bool) -> dict[str, Any]:
@@ -102,9 +100,43 @@ def backward(runtime: Runtime, loss: torch.Tensor) -> None:
 
 
 def grad_norm(runtime: Runtime, model: nn.Module) -> torch.Tensor:
-    """Returns the norm of all gradients over all ranks, a scalar in fp32."""
+    """Returns the norm of all gradients over all ranks, a scalar in fp32; every rank must call it."""
     runtime.accelerator.unscale_gradients()
-    return gradient_norm.total_norm(model, runtime.splits, runtime.device)
+    splits = runtime.splits
+    gradients = ((inner_name(name), p.grad) for name, p in model.named_parameters() if p.grad is not None)
+    square = _total_square((g for name, g in gradients if tensor.counts_in_norm(splits, name)), runtime.device)
+    if splits.group is not None:
+        torch.distributed.all_reduce(square, group=splits.group.handle)
+    return square.sqrt().float()
+
+
+@torch.no_grad()
+def _total_square(gradients: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Returns the sum of all gradients' squares over the ranks that shard them, a scalar in fp64."""
+    here: dict[tuple[Any, ...], list[torch.Tensor]] = defaultdict(list)
+    for gradient in gradients:
+        if isinstance(gradient, DTensor):
+            summed = tuple(Partial() if place.is_shard() else place for place in gradient.placements)
+            here[gradient.device_mesh, summed].append(gradient.to_local())
+        else:
+            here[()].append(gradient)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for where, tensors in here.items():
+        square = _square(tensors)
+        total += (DTensor.from_local(square, *where).full_tensor() if where else square).to(device)
+    return total
+
+
+def _square(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Returns the sum of all squares, in fp64.
+
+    On CPUs torch 2.13 adds squares one after the other in fp32: of nine million values the norm is 3e-4 too small, and
+    that of each rank's shards by another share. So it adds those of a row only.
+    """
+    if tensors[0].device.type != "cpu":
+        return nn.utils.get_total_norm(tensors).double().square()
+    rows = (torch.linalg.vector_norm(tensor, dim=-1) if tensor.ndim > 1 else tensor for tensor in tensors)
+    return torch.stack([torch.linalg.vector_norm(row, dtype=torch.float64) for row in rows]).square().sum()
 
 
 def clip_gradients(model: nn.Module, norm: torch.Tensor, max_norm: float) -> None:
@@ -133,6 +165,63 @@ def _makes_momenta(optimizer: Any) -> bool:
     if not isinstance(optimizer, torch.optim.SGD):
         return False
     return any(group["momentum"] and not optimizer.state.get(group["params"][0]) for group in optimizer.param_groups)
+
+
+def expect_decayed(leaves: Mapping[str, torch.Tensor | None], optimizer: object) -> AbstractContextManager[None]:
+    """Returns the context of `expect_all` if the optimiser shrinks weights whose gradients are zeros."""
+    decays = any(group.get("weight_decay") for group in getattr(optimizer, "param_groups", []))
+    return expect_all(leaves, "weight decay would shrink them here") if decays else nullcontext()
+
+
+@contextmanager
+def expect_all(leaves: Mapping[str, torch.Tensor | None], why: str) -> Iterator[None]:
+    """Proves that each trained tensor gets a gradient in the forward and backward pass inside.
+
+    Args:
+        leaves: What autograd gives the gradient of each trained tensor to, by name; None for what no pass can miss.
+        why: Why a missing one does harm, for the message.
+
+    Raises:
+        BackendError: With the parts that got none.
+    """
+    used = {name for name, leaf in leaves.items() if leaf is None}
+    hooks = [
+        leaf.register_hook(lambda _, name=name: used.add(name))  # type: ignore[no-untyped-call]
+        for name, leaf in leaves.items()
+        if leaf is not None
+    ]
+    yield
+    for hook in hooks:
+        hook.remove()
+    refuse_unused(leaves, used, why)
+
+
+def refuse_unused(trained: Iterable[str], used: Collection[str], why: str) -> None:
+    """Refuses a model that has trained tensors beside those that are used, by their names."""
+    if found := unused_parts(trained, used):
+        shown = ", ".join([*found[:4], *(["…"] if len(found) > 4 else [])])
+        raise BackendError(
+            f"These parts of the model take no part in the loss, and {why}: {shown}. Freeze what the task never uses "
+            "(model.freeze, by these names), give no adapters to it (lora.targets), or, where each batch uses other "
+            "parts, take accelerate_configs/fsdp.yaml with fsdp_sync_each_batch: false and sums in fp32."
+        )
+
+
+def unused_parts(trained: Iterable[str], used: Collection[str]) -> list[str]:
+    """Returns the names of modules none of whose trained tensors is used, and of single tensors of others."""
+    found: dict[str, None] = {}
+    for name in trained:
+        if name not in used:
+            words = name.split(".")
+            above = (".".join(words[:count]) for count in range(1, len(words)))
+            found[next((top for top in above if not any(n.startswith(f"{top}.") for n in used)), name)] = None
+    return list(found)
+
+
+def trained_leaves(model: object) -> dict[str, torch.Tensor | None]:
+    """Returns trained parameters of the network inside a wrapper that holds them whole, or gathers them in place."""
+    network: nn.Module = model.module.network  # type: ignore[attr-defined]
+    return {name: p for name, p in network.named_parameters() if p.requires_grad}
 
 
 def read_state(
@@ -185,8 +274,8 @@ class Strategy:
 
     holds: Callable[[Any], bool]
     """True for a model that it has prepared."""
-    read_back: Callable[[Any, Any, Any, Splits], dict[str, Any]]
-    """Facts of `RuntimeReport`, read off the accelerator, a model and an optimiser that it has prepared."""
+    read_back: Callable[[Runtime, Any], dict[str, Any]]
+    """Facts of `RuntimeReport`, read off a model that it has prepared; refuses one whose settings give it away."""
     accelerator_options: Callable[[Launch, ResolvedConfig, torch.dtype, bool], dict[str, Any]] = accelerator_options
     loading: Callable[[Launch, bool], AbstractContextManager[None]] = lambda launch, pretrained: nullcontext()
     """The context to build the network in: whole on every rank, or sharded as it loads."""
@@ -194,8 +283,6 @@ class Strategy:
     """Refuses a network that is not there yet, by its hidden size and the elements of each parameter; completes the
     launch's DeepSpeed config for it in place."""
     prepare: Callable[[Runtime, nn.Module, torch.optim.Optimizer], Prepared] = prepare
-    check_prepared: Callable[[Runtime, Any], None] = lambda runtime, model: None
-    """Refuses a model that would be held otherwise than was asked, as far as its settings say so."""
     casts_weights: Callable[[Runtime], bool] = lambda runtime: False
     """True if the network's weights are computed with in 16 bit, all of them."""
     autocast: Callable[[Runtime], AbstractContextManager[Any]] = lambda runtime: nullcontext()
@@ -230,47 +317,40 @@ class Strategy:
     """Traffic of a step, other than losses and norms, where there are several averaging ranks."""
 
 
-def forward_backward(
-    strategy: Strategy,
-    runtime: Runtime,
-    model: nn.Module,
-    loss_sum: LossFunction,
-    batches: Iterable[Any],
-    scaled: Callable[[torch.Tensor], torch.Tensor],
-) -> list[torch.Tensor]:
-    """Runs the window of a step: its micro-batches, forward and backward.
-
-    Gradients are reduced over ranks after the last micro-batch, or after each where the strategy shards them or is told
-    to.
-
-    Args:
-        batches: As many as `runtime.accumulation`, each asked for when the one before has been computed.
-        scaled: Makes of a micro-batch's summed loss what its gradients are taken of.
-
-    Returns:
-        The summed loss of each micro-batch, on the device.
-
-    Raises:
-        BackendError: If gradients turn out to be held otherwise than was asked, or to be missing where that would
-            not leave weights as they are; nothing has been trained then.
-    """
-    losses = []
-    for index, batch in enumerate(batches):
-        last = index == runtime.accumulation - 1
-        with _micro_batch(strategy, runtime, model, last):
-            loss = model(loss_sum, batch)
-            strategy.backward(runtime, scaled(loss))
-        losses.append(loss.detach())
-    tensor.reduce_partial(model, runtime.splits)
-    return losses
+def _read_back(runtime: Runtime, model: Any) -> dict[str, Any]:
+    facts, _ = read_parameters(model, runtime.optimizer, runtime.splits)
+    return {"kind": "single", "due": (1.0, 1.0), **facts}
 
 
-@contextmanager
-def _micro_batch(strategy: Strategy, runtime: Runtime, model: nn.Module, last: bool) -> Iterator[None]:
-    runtime.accelerator.sync_gradients = last
-    with (
-        strategy.check_gradients(runtime, model, last) if runtime.unverified else nullcontext(),
-        nullcontext() if last else strategy.no_sync(runtime, model),
-    ):
-        yield
-    runtime.unverified = False
+STRATEGY = Strategy(
+    holds=lambda model: not any(hasattr(model, name) for name in ("no_sync", "unshard", "zero_optimization_stage")),
+    read_back=_read_back,
+)
+"""One process that holds all of the network: every default."""
+
+_MODULES = {
+    "single": "strategy",
+    "ddp": "ddp",
+    "fsdp": "fsdp",
+    "hsdp": "fsdp",
+    "zero1": "deepspeed",
+    "zero2": "deepspeed",
+    "zero3": "deepspeed",
+}
+"""Modules by the kind of a launch. Only the one that a launch asks for is imported."""
+
+
+def strategy_of(launch: Launch) -> Strategy:
+    """Returns the strategy that a launch asks for."""
+    return _load(_MODULES[launch.kind])
+
+
+def strategy_of_model(model: Any, asked: Strategy) -> Strategy:
+    """Returns the strategy that has prepared a model, which may be another than was asked for."""
+    others = map(_load, dict.fromkeys(_MODULES.values()))
+    return asked if asked.holds(model) else next(found for found in others if found.holds(model))
+
+
+def _load(name: str) -> Strategy:
+    strategy: Strategy = import_module(f"finetune.distributed.strategies.{name}").STRATEGY
+    return strategy

@@ -24,10 +24,9 @@ from finetune.distributed.tensor_facts import inner_name, local
 
 def reduce_partial(model: nn.Module, splits: Splits) -> None:
     """Sums the gradients of which each rank of the group has a part, in place; each of them must call it."""
-    if splits.group is None:
-        return
-    named = {inner_name(name): p.grad for name, p in model.named_parameters() if p.grad is not None}
-    sum_partial([local(named[name]) for name in sorted(splits.partial & named.keys())], splits.group)
+    if splits.group is not None:
+        named = {inner_name(name): p.grad for name, p in model.named_parameters() if p.grad is not None}
+        sum_partial([local(named[name]) for name in sorted(splits.partial & named.keys())], splits.group)
 
 
 def counts_in_norm(splits: Splits, name: str) -> bool:
@@ -123,14 +122,14 @@ def part_of_tokens(whole: torch.Tensor, fill: int = 0, *, group: Group) -> torch
 
 def split_gradients(values: torch.Tensor, group: Group) -> torch.Tensor:
     """Returns the same values, (B, T, h); of gradients each rank has those of its tokens, and else zeros."""
-    return apply_passes(values, _same, partial(_of_own_tokens, group))
 
+    def of_own_tokens(gradients: torch.Tensor) -> torch.Tensor:
+        found = torch.zeros_like(gradients, memory_format=torch.contiguous_format)
+        first, last = _own_tokens(gradients[..., 0].numel(), group)
+        found.flatten(0, -2)[first:last] = gradients.flatten(0, -2)[first:last]
+        return found
 
-def _of_own_tokens(group: Group, gradients: torch.Tensor) -> torch.Tensor:
-    found = torch.zeros_like(gradients, memory_format=torch.contiguous_format)
-    first, last = _own_tokens(gradients[..., 0].numel(), group)
-    found.flatten(0, -2)[first:last] = gradients.flatten(0, -2)[first:last]
-    return found
+    return apply_passes(values, _same, of_own_tokens)
 
 
 def _own_tokens(tokens: int, group: Group) -> tuple[int, int]:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from finetune.config.recipe_schema import Recipe
 from finetune.distributed import fake_backend
 from finetune.planning.launch_candidates import Candidate
 from finetune.planning.model_shapes import Variant, is_half
@@ -48,7 +47,7 @@ class Traced:
 
 
 def find_wanted(plan: Plan, names: str) -> list[Candidate]:
-    """The candidates to trace.
+    """Returns the candidates to trace.
 
     Args:
         names: Launch files of the plan, with commas, in the recipe's own way; `recommended`, as it is recommended.
@@ -74,24 +73,27 @@ def trace_all(plan: Plan, candidates: list[Candidate], stored: str | None, say: 
     """Traces candidates one after the other.
 
     Args:
-        stored: As `planner.make` takes it.
+        stored: Dtype of stored weights, as for `planner.make_plan`.
         say: Takes the name of what is being traced.
     """
     found, taken = [], dict[str, dict[str, Any]]()
     for candidate in candidates:
-        variant = plan.variants[candidate.kind]
+        variant, closed = plan.variants[candidate.kind], fake_backend.why_closed(candidate.launch)
         if candidate.memory is None or not isinstance(variant, Variant):
-            found.append(_not(candidate, candidate.reason))
-            continue
-        if candidate.launch.sequence > 1 and (why := fake_backend.why_closed(candidate.launch)):
-            found.append(_not(candidate, f"{why}, and its ranks exchange parts of rows"))
-            continue
-        recipe, launch = _settled(candidate, variant.recipe), fake_backend.stand_in(candidate.launch)
-        job = json.dumps({"recipe": recipe.model_dump(mode="json"), "launch": asdict(launch), "stored": stored})
-        if job not in taken:
-            say(f"tracing {candidate.name} ({candidate.kind}) …")
-            taken[job] = _run(job, fake_backend.rank_environment(launch))
-        found.append(_read(candidate, taken[job]))
+            step = {"reason": candidate.reason}
+        elif candidate.launch.sequence > 1 and closed:
+            step = {"reason": f"{closed}, and its ranks exchange parts of rows"}
+        else:
+            # In a precision that a machine without a GPU has.
+            precision = {"precision": "bf16" if is_half(variant.recipe) else "fp32"}
+            recipe = candidate.setting.applied_to(variant.recipe).model_copy(update=precision)
+            launch = fake_backend.stand_in(candidate.launch)
+            job = json.dumps({"recipe": recipe.model_dump(mode="json"), "launch": asdict(launch), "stored": stored})
+            if job not in taken:
+                say(f"tracing {candidate.name} ({candidate.kind}) …")
+                taken[job] = _run(job, fake_backend.rank_environment(launch))
+            step = taken[job]
+        found.append(_read(candidate, step, closed))
     return found
 
 
@@ -110,25 +112,17 @@ def _run(job: str, env: dict[str, str]) -> dict[str, Any]:
         )
         if not result.exists():
             last = (ended.stderr.strip() or f"exit code {ended.returncode}").splitlines()[-1]
-            return {"reason": f"the process that traces it ended: {last}", "cpu_s": 0.0}
+            return {"reason": f"the process that traces it ended: {last}"}
         taken: dict[str, Any] = json_files.read(result)
         return taken
 
 
-def _read(candidate: Candidate, taken: dict[str, Any]) -> Traced:
-    if "reason" in taken:
-        return _not(candidate, taken["reason"], taken["cpu_s"])
-    if why := fake_backend.why_closed(candidate.launch):
+def _read(candidate: Candidate, step: dict[str, Any], closed: str) -> Traced:
+    cpu_s = step.get("cpu_s", 0.0)
+    if "reason" in step:
+        return Traced(candidate, {}, "", {}, cpu_s, f"cannot be traced: {step['reason']}. Tier 1 stands")
+    if closed:
         rest = {name: size for name, size in (candidate.parts or {}).items() if name not in _OF_THE_BATCH}
-        reason = f"{why}: activations are traced on one process, the rest is tier 1's"
-        return Traced(candidate, {**rest, "activations": taken["batch"]}, taken["moment"], {}, taken["cpu_s"], reason)
-    return Traced(candidate, taken["parts"], taken["moment"], taken["state"], taken["cpu_s"])
-
-
-def _settled(candidate: Candidate, recipe: Recipe) -> Recipe:
-    """The recipe in a cell's setting, in a precision that a machine without a GPU has."""
-    return candidate.setting.applied_to(recipe).model_copy(update={"precision": "bf16" if is_half(recipe) else "fp32"})
-
-
-def _not(candidate: Candidate, reason: str, cpu_s: float = 0.0) -> Traced:
-    return Traced(candidate, {}, "", {}, cpu_s, f"cannot be traced: {reason}. Tier 1 stands")
+        reason = f"{closed}: activations are traced on one process, the rest is tier 1's"
+        return Traced(candidate, {**rest, "activations": step["batch"]}, step["moment"], {}, cpu_s, reason)
+    return Traced(candidate, step["parts"], step["moment"], step["state"], cpu_s)

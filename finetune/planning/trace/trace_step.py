@@ -5,6 +5,7 @@ A process of its own runs this, since backends change what libraries do:
 """
 
 import json
+import math
 import sys
 import time
 import traceback
@@ -26,9 +27,10 @@ from finetune.distributed.strategies import sequence
 from finetune.distributed.tensor_facts import local
 from finetune.models import activation_checkpointing, attention, chunked_loss, lora_adapters, split_layers
 from finetune.models.forward_wrapper import ForwardWrapper
+from finetune.models.frozen_weights import multiply
+from finetune.models.quantization import BLOCK, Linear8bit
 from finetune.optim.optimizers import build_optimizer
 from finetune.planning import model_shapes
-from finetune.planning.trace import fake_quantized
 from finetune.tasks.task_lookup import find_task, head_of
 from finetune.utils import atomic_files, json_files
 from finetune.utils.compat import transformers_private
@@ -55,6 +57,10 @@ class Tracker(MemoryTracker):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()
+        self.begin()
+
+    def begin(self) -> None:
+        """Forgets the peak so far."""
         self.peak: dict[str, int] = {}
         """Bytes by part, when there were most."""
         self.moment = ""
@@ -63,27 +69,16 @@ class Tracker(MemoryTracker):  # type: ignore[no-untyped-call]
         """The most bytes that came with the micro-batch at a time: activations and what is temporary."""
         self._most = 0
 
-    def begin(self) -> None:
-        """Forgets the peak so far."""
-        self.peak, self.moment, self.batch, self._most = {}, "", 0, 0
-
     def now(self) -> dict[str, int]:
         """Bytes by part."""
-        return self._parts(self.snapshot())
-
-    def lend(self) -> None:
-        """Counts what a backend has made beside the weights as gradients: buckets that these land in."""
-        self.relabel(MemoryKind.ACT, MemoryKind.GRAD)
+        snapshot = self.snapshot()
+        return {name: snapshot.get(part, 0) for name, part in _PARTS.items()}
 
     def changed(self, snapshot: dict[Any, int]) -> None:
         """Takes note of a new peak."""
         self.batch = max(self.batch, snapshot[MemoryKind.ACT] + snapshot[MemoryKind.TEMP])
         if snapshot["Total"] > self._most:
-            self._most, self.peak, self.moment = snapshot["Total"], self._parts(snapshot), self.phase
-
-    @staticmethod
-    def _parts(snapshot: dict[Any, int]) -> dict[str, int]:
-        return {name: snapshot.get(part, 0) for name, part in _PARTS.items()}
+            self._most, self.peak, self.moment = snapshot["Total"], self.now(), self.phase
 
 
 def main(job: Path, result: Path) -> None:
@@ -126,7 +121,8 @@ def trace_step(recipe: Recipe, launch: Launch, stored: str | None) -> dict[str, 
         caller.autocast = backend.autocast
         tracker.track_external(caller)
         model, optimizer = fake_backend.prepare_fakes(backend, caller, build_optimizer(caller, recipe), splits)
-        tracker.lend()
+        # What a backend has made beside the weights: buckets that gradients land in.
+        tracker.relabel(MemoryKind.ACT, MemoryKind.GRAD)
         inner = getattr(optimizer, "optimizer", optimizer)
         for parameter in (p for group in inner.param_groups for p in group["params"]):
             parameter.grad = torch.empty_like(parameter)
@@ -183,10 +179,59 @@ def build_part(recipe: Recipe, stored: str | None, backend: Backend) -> tuple[nn
     elif known is not None:
         # Flash attention's own kernels are for GPUs; torch's keeps as much, and one document as much as several.
         known.set_attn_implementation("eager" if recipe.model.attention == "eager" else "sdpa")
-    fake_quantized.replace_quantized(network, packed, recipe)
+    replace_quantized(network, packed, recipe)
     if known is not None:
         activation_checkpointing.checkpoint_activations(known, recipe.model.gradient_checkpointing)
     return network, splits
+
+
+class Packed4bit(nn.Linear):
+    """Allocates what bitsandbytes' module does on a GPU, where a weight is read back in one step for each product.
+
+    Source: bitsandbytes 0.50, `gemm_4bit` in `backends/cuda/ops.py` for more than 1,536 tokens (fewer may take a kernel
+    that reads no whole weight); peft 0.21, `Linear4bit.forward` in `tuners/lora/bnb.py`, which copies the product.
+    """
+
+    adapted: bool
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        kind = input.device.type
+        if torch.is_autocast_enabled(kind):
+            input = input.to(torch.get_autocast_dtype(kind))
+        product = multiply(input, self.weight, self.bias, self._read)
+        return product.clone() if self.adapted else product
+
+    def _read(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        scales = weight.new_empty(math.ceil(self.out_features * self.in_features / BLOCK), dtype=torch.float32)
+        whole = weight.new_empty((self.out_features, self.in_features), dtype=dtype)
+        del scales  # there until the weight is
+        return whole
+
+
+def replace_quantized(network: nn.Module, modules: list[tuple[Any, torch.Size]], recipe: Recipe) -> None:
+    """Puts stand-ins in the place of linear modules of a network on the meta device.
+
+    Args:
+        modules: With the shapes of their weights before layers were split over ranks.
+    """
+    layers: list[Any] = [m for m in network.modules() if hasattr(m, "lora_A") and hasattr(m, "get_base_layer")]
+    adapted = {id(layer.get_base_layer()) for layer in layers}
+    for module, whole in modules:
+        shape = module.weight.shape
+        scales = model_shapes.pack_linear(module, recipe, shape, part=shape != whole)
+        if recipe.model.quantization == "int8":
+            weight = module.weight
+            del module.weight
+            module.__class__ = Linear8bit
+            module.packed = weight
+            module.register_buffer("scale", torch.empty((shape[0], 1), device="meta"), persistent=False)
+            continue
+        # GPT-2's own class of linear module has its sides the other way round.
+        sides = (module.nf, module.nx) if hasattr(module, "nx") else tuple(shape)
+        module.__class__ = Packed4bit
+        module.out_features, module.in_features = sides
+        module.adapted = id(module) in adapted
+        module.register_buffer("scales", torch.empty(scales, dtype=torch.uint8, device="meta"), persistent=False)
 
 
 def realise_tensors(network: nn.Module) -> None:
@@ -206,14 +251,14 @@ def realise_tensors(network: nn.Module) -> None:
 
 
 def _rows(tracker: Tracker, rows: dict[str, Any], count: int) -> Iterator[dict[str, Any]]:
-    """A step's micro-batches, all alike."""
+    """Yields a step's micro-batches, all alike."""
     for _ in range(count):
         tracker.reset_mod_stats()  # of one forward pass
         yield rows
 
 
 def meta_batch(recipe: Recipe) -> dict[str, torch.Tensor]:
-    """A micro-batch on the meta device. For a custom task its data is made, for it may be of any shape."""
+    """Returns a micro-batch on the meta device. For a custom task its data is made, for it may be of any shape."""
     rows, length = recipe.batch.rows, recipe.data.sequence_length
     task = find_task(recipe)
     if not (task.head is not None and (task.head.next_token or task.labelled)):
@@ -233,7 +278,7 @@ def meta_batch(recipe: Recipe) -> dict[str, torch.Tensor]:
 
 
 def _dropout_as_on_gpus() -> None:
-    """There attention keeps nothing for its dropout, and other masks take a byte; CPUs write out scores, in fp32."""
+    """Has dropout keep as little as on GPUs: nothing in attention, whose scores CPUs write out; else a byte a value."""
     attention = nn.functional.scaled_dot_product_attention
 
     def fused(*arguments: Any, dropout_p: float = 0.0, **options: Any) -> Any:

@@ -1,9 +1,10 @@
 """Private names of accelerate, and imports that it makes for nothing."""
 
 import sys
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest.mock import patch
 
 from accelerate import FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.state import AcceleratorState, GradientState
@@ -29,21 +30,15 @@ def reset_state() -> None:
     GradientState._reset_state()
 
 
-@contextmanager
-def sharding_over(accelerator: Any, mesh: Any) -> Iterator[None]:
+def sharding_over(accelerator: Any, mesh: Any) -> AbstractContextManager[Any]:
     """Makes FSDP2 shard over a mesh: of some of the ranks, or of copies by shards.
 
     Source: accelerate 1.15, `fsdp2_prepare_model` in `utils/fsdp_utils.py`.
     """
-    state = accelerator.state
-    before = state.parallelism_config, state.device_mesh
     copies, shards = (1, *mesh.shape)[-2:]
-    state.parallelism_config = ParallelismConfig(dp_replicate_size=copies, dp_shard_size=max(2, shards))
-    state.device_mesh = {tuple(state.parallelism_config.fsdp_dim_names): mesh}
-    try:
-        yield
-    finally:
-        state.parallelism_config, state.device_mesh = before
+    config = ParallelismConfig(dp_replicate_size=copies, dp_shard_size=max(2, shards))
+    meshes = {tuple(config.fsdp_dim_names): mesh}
+    return patch.multiple(accelerator.state, parallelism_config=config, device_mesh=meshes)
 
 
 def unsplit_classes(model: Any) -> Collection[str]:

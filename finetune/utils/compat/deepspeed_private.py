@@ -1,7 +1,5 @@
 """Private or new names of DeepSpeed: its state, swapping of state to NVMe, and the order of gathers."""
 
-from typing import Any
-
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -16,8 +14,14 @@ require(
     "_reassign_or_swap_out_partitioned_parameters",
     "_release_swap_buffers",
     "_swappable_optimizer_subgroup",
+    # These, and those below, are read by finetune/distributed/state/zero_state.py.
+    "fp16_groups",
+    "fp32_partitioned_groups_flat",
+    "grad_position",
+    "sub_group_process_groups",
+    "sub_group_to_group_id",
+    "subgroup_to_device",
 )
-# Read by finetune/distributed/state/zero_state.py.
 require(
     "deepspeed",
     DeepSpeedZeroOptimizer,
@@ -27,49 +31,19 @@ require(
     "round_robin_bit16_offsets",
     "single_partition_of_fp32_groups",
 )
-require(
-    "deepspeed",
-    DeepSpeedZeroOptimizer_Stage3,
-    "fp16_groups",
-    "fp32_partitioned_groups_flat",
-    "grad_position",
-    "sub_group_process_groups",
-    "sub_group_to_group_id",
-    "subgroup_to_device",
-)
 require("deepspeed", PartitionedParameterCoordinator, "_invalidate_trace")
 
+# Each takes a `DeepSpeedZeroOptimizer_Stage3` and the index of a group.
+is_swapped = DeepSpeedZeroOptimizer_Stage3._swappable_optimizer_subgroup
+"""Tells if the master weights and optimiser state of a group are on NVMe."""
+swap_in = DeepSpeedZeroOptimizer_Stage3._optimizer_states_and_gradient_swap_in
+"""Reads a group's master weights and optimiser state."""
+swap_out = DeepSpeedZeroOptimizer_Stage3._optimizer_states_and_gradient_swap_out
+"""Writes them back and frees their memory."""
+release_swap_buffers = DeepSpeedZeroOptimizer_Stage3._release_swap_buffers
+"""Frees their memory without writing them back."""
+update_weights = DeepSpeedZeroOptimizer_Stage3._reassign_or_swap_out_partitioned_parameters
+"""Copies a group's master weights to this rank's part of the weights that the network computes with."""
 
-def is_swapped(zero: Any, index: int) -> bool:
-    """Tells if the master weights and optimiser state of a group are on NVMe.
-
-    Args:
-        zero: A `DeepSpeedZeroOptimizer_Stage3`, here and below.
-        index: Index of the group, here and below.
-    """
-    return bool(zero._swappable_optimizer_subgroup(index))
-
-
-def swap_in(zero: Any, index: int) -> None:
-    """Reads a group's master weights and optimiser state."""
-    zero._optimizer_states_and_gradient_swap_in(index)
-
-
-def swap_out(zero: Any, index: int) -> None:
-    """Writes them back and frees their memory."""
-    zero._optimizer_states_and_gradient_swap_out(index)
-
-
-def release_swap_buffers(zero: Any, index: int) -> None:
-    """Frees their memory without writing them back."""
-    zero._release_swap_buffers(index)
-
-
-def update_weights(zero: Any, index: int) -> None:
-    """Copies a group's master weights to this rank's part of the weights that the network computes with."""
-    zero._reassign_or_swap_out_partitioned_parameters(index)
-
-
-def invalidate_trace(coordinator: PartitionedParameterCoordinator) -> None:
-    """Forgets the order in which modules were gathered."""
-    coordinator._invalidate_trace()
+invalidate_trace = PartitionedParameterCoordinator._invalidate_trace
+"""Forgets the order in which modules of a coordinator were gathered."""

@@ -23,7 +23,6 @@ PROVEN = {
 }
 """The lowest and highest minor version of each library that the tests ran with. See docs/versions.md."""
 
-
 PYTHONS = ("3.11", "3.13")
 
 NEEDED_BY = {"deepspeed": "ZeRO and offload to NVMe", "bitsandbytes": "model.quantization and 8-bit optimisers"}
@@ -56,18 +55,20 @@ def _minor(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
-def require_installed(library: str, user: str) -> None:
+def require_installed(library: str, user: str, extra: str | None = None) -> None:
     """Checks that a library that not every run needs is there.
 
     Args:
         user: User of the library, as the subject of a sentence.
+        extra: The extra of this package that installs it.
 
     Raises:
         LibraryVersionError: If it is not installed; with the command that installs it.
     """
     if importlib.util.find_spec(library) is None:
+        package = library if extra is None else f"'finetune[{extra}]'"
         raise LibraryVersionError(
-            f"{user} needs {library}, which is not installed here. Install it: `pip install {library}`; or do without."
+            f"{user} needs {library}, which is not installed here. Install it: `pip install {package}`; or do without."
         )
 
 

@@ -4,10 +4,10 @@ import functools
 import importlib
 import inspect
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -35,6 +35,9 @@ require("torch", torch.amp.GradScaler, GROWTH_TRACKER)
 BatchNorm = batchnorm._BatchNorm
 Dropout = dropout._DropoutNd
 GradBucket = _distributed_c10d.GradBucket
+default_store = distributed_c10d._get_default_store
+ddp_logging_data: Any = nn.parallel.DistributedDataParallel._get_ddp_logging_data
+"""Returns what a `DistributedDataParallel` module reports about itself, such as `comm_hook`."""
 ProcessGroupGloo: Any = distributed_c10d.ProcessGroupGloo
 
 require("torch", ProcessGroupGloo, "_Options", "create_device", "create_default_device")
@@ -56,24 +59,18 @@ def reduces_unused_gradients() -> bool:
     return hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 
 
-def default_store() -> Store:
-    """Returns the store of the default process group."""
-    return distributed_c10d._get_default_store()
-
-
 def start_gloo_with_one_worker() -> None:
     """Makes each new gloo group run its collectives on one thread, since the two that torch starts race.
 
-    Each of them, after a collective whose caller has gone on already, assigns the collective's name to a string that
-    they share, without a lock, so that both may free its old buffer. Names of more than 15 characters lie on the heap:
-    those of gathers of sharded tensors do. See docs/reports/gloo-worker-threads.md.
+    Both assign a collective's name to a string that they share, without a lock, and may free its old buffer twice. See
+    docs/reports/gloo-worker-threads.md.
 
     `init_process_group` and `new_group` take no options for gloo. All groups go through this constructor: theirs, those
     of device meshes, Accelerate and DeepSpeed, and the one beside a group that is being debugged. Callbacks of
     `get_future().then` run on that thread, and so must not wait for another collective of the same group.
 
     Source: `ProcessGroupGloo::runLoop`. pytorch#152614 brought the assignment into torch 2.8; pytorch#190738 moves it
-    out of the threads, into no release up to 2.14.1. One thread is right on every release.
+    out of the threads, into no release up to 2.14.1.
     """
     start = ProcessGroupGloo.__init__
     if hasattr(start, "__wrapped__"):
@@ -117,24 +114,14 @@ def gloo_worker_threads() -> int:
     return max(threads)
 
 
-@contextmanager
-def prefixed_rendezvous(prefix: str) -> Iterator[None]:
+def prefixed_rendezvous(prefix: str) -> AbstractContextManager[Any]:
     """Makes process groups that are started inside keep their keys in the store under a prefix."""
     create = _rendezvous._create_c10d_store
 
     def prefixed(*arguments: Any, **options: Any) -> Store:
         return PrefixStore(prefix, create(*arguments, **options))
 
-    _rendezvous._create_c10d_store = prefixed
-    try:
-        yield
-    finally:
-        _rendezvous._create_c10d_store = create
-
-
-def ddp_logging_data(model: Any) -> dict[str, Any]:
-    """Returns what a `DistributedDataParallel` module reports about itself, such as `comm_hook`."""
-    return dict(model._get_ddp_logging_data())
+    return patch.object(_rendezvous, "_create_c10d_store", prefixed)
 
 
 def skips_nonfinite_steps(optimizer: Any) -> bool:

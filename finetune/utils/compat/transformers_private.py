@@ -1,8 +1,8 @@
 """Private names of transformers."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest.mock import patch
 
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, core_model_loading, masking_utils
@@ -64,18 +64,12 @@ def enable_checkpointing(network: PreTrainedModel, options: dict[str, Any]) -> N
     (network.gradient_checkpointing_enable if newer is None else newer)(options)
 
 
-@contextmanager
-def hidden_deepspeed() -> Iterator[None]:
+def hidden_deepspeed() -> AbstractContextManager[Any]:
     """Hides DeepSpeed from transformers, which otherwise shards models while it builds them.
 
     Source: transformers, `integrations/deepspeed.py`: the config is a module global.
     """
-    reference = deepspeed._hf_deepspeed_config_weak_ref
-    deepspeed.unset_hf_deepspeed_config()
-    try:
-        yield
-    finally:
-        deepspeed._hf_deepspeed_config_weak_ref = reference
+    return patch.object(deepspeed, "_hf_deepspeed_config_weak_ref", None)
 
 
 def assume_one_document_a_row() -> None:

@@ -4,11 +4,16 @@ DeepSpeed's own builders compile. Left to them, every rank would compile inside 
 a lock on which torch waits for ever.
 """
 
+import functools
 import os
 import re
 import runpy
+import shlex
+import shutil
+import signal
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -22,11 +27,11 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, TextColumn
 
 from finetune.distributed.launch.launch_config import Launch
-from finetune.distributed.native_ops import toolchain
 from finetune.utils.atomic_files import why_unlockable
 from finetune.utils.compat.library_versions import installed, require_installed
 from finetune.utils.console import progress_bar
 from finetune.utils.errors import BackendError
+from finetune.utils.temporary_folders import temporary_folder
 
 # Between taking torch's lock and starting ninja a builder is at work without a process in the folder.
 GRACE_S = 30.0
@@ -36,8 +41,13 @@ POLL_S = 0.2
 # Source: deepspeed 0.19.8, `allreduce_workspace` in `ops/csrc/cpu/comm/shm.cpp`.
 _SHARED_BYTES = 66 * 2**20
 
-# By its path: as a module it would load the whole package, and Accelerate, first.
-COMPILE = [sys.executable, "-P", str(Path(__file__).with_name("compile_op.py"))]
+# Builds an op as DeepSpeed does when it loads one. Verbose, because ninja's own count is what the progress reads.
+_SCRIPT = """
+import sys
+from deepspeed.accelerator import get_accelerator
+get_accelerator().create_op_builder(sys.argv[1]).load(verbose=True)
+"""
+COMPILE = [sys.executable, "-P", "-c", _SCRIPT]
 
 
 @dataclass(frozen=True)
@@ -62,20 +72,6 @@ OPS = {
 """The ops that a launch config can need; DeepSpeed loads, hence builds, pin_memory before async_io."""
 
 
-@dataclass(frozen=True)
-class NeededOp:
-    """State of a native op on this machine."""
-
-    name: str
-    used_by: str
-    build_s: float
-    built: bool
-    locked: bool
-    """True if somebody builds it or, before torch 2.14, a killed build left its lock behind."""
-    lacking: tuple[str, str] | None
-    """The tool or header that is missing to compile it, and the command that installs that."""
-
-
 def needed_ops(launch: Launch) -> list[str]:
     """Returns the native ops that a launch needs."""
     if not launch.uses_deepspeed:
@@ -94,23 +90,19 @@ def shared_bytes(launch: Launch | None, local: int) -> int:
     return _SHARED_BYTES * local if needs else 0
 
 
-def inspect_ops(launch: Launch | None) -> list[NeededOp]:
+def ops_to_inspect(launch: Launch | None) -> list[str]:
     """Returns the ops that a launch needs, or, without one, all that any could need; none without DeepSpeed."""
     if installed("deepspeed") is None:
         return []
-    toolchain.prepare_environment()
-    found = []
-    for op in OPS if launch is None else needed_ops(launch):
-        lacking = None if came_with_deepspeed(op) else toolchain.find_missing(libaio=op == "async_io")
-        found.append(NeededOp(op, OPS[op].used_by, OPS[op].build_s, is_built(op), is_locked(op), lacking))
-    return found
+    prepare_environment()
+    return [*OPS] if launch is None else needed_ops(launch)
 
 
 def ensure_built(names: Sequence[str], *, quiet: bool) -> None:
     """Returns once every op in `names` is built and no stale lock is left to wait on.
 
     Call it in every process of a machine before DeepSpeed starts: one builds, the others wait, and the first of a
-    launch shows the progress. See `toolchain.prepare_environment` for what it changes in this process's environment.
+    launch shows the progress. It changes the environment, as `prepare_environment` says.
 
     Args:
         quiet: Show no progress. A removed lock is named all the same.
@@ -120,20 +112,22 @@ def ensure_built(names: Sequence[str], *, quiet: bool) -> None:
     """
     if not names:
         return
-    toolchain.prepare_environment()
-    ops = [op for op in names if not came_with_deepspeed(op)]
+    prepare_environment()
     # Even for what is built: DeepSpeed asks for the tools, and for libaio's header, at each load.
-    for op in ops:
-        lacking = toolchain.find_missing(libaio=op == "async_io")
-        if lacking is not None:
+    for op in names:
+        if (lacking := find_missing(op)) is not None:
             what, install = lacking
             raise BackendError(
                 f"DeepSpeed's native op {op}, for {OPS[op].used_by}, is compiled on the machine that runs it, but "
                 f"{what}. Install what is missing (`{install}`), or choose a launch config that does without this op."
             )
     quiet = quiet or os.environ.get("LOCAL_RANK", "0") != "0"
-    for op in ops:
-        _ensure(op, quiet)
+    for op in names:
+        if came_with_deepspeed(op) or (is_built(op) and not is_locked(op)):
+            continue
+        with _progress(op, quiet) as show:
+            while not _try_to_build(op, show):
+                show("Waiting for", ": another process builds it")
 
 
 def build_all() -> None:
@@ -142,21 +136,79 @@ def build_all() -> None:
     Raises:
         BackendError: If an op could not be built; the others are built all the same.
     """
-    toolchain.prepare_environment()
+    prepare_environment()
     problems: list[str] = []
     for op in OPS:
         if op == "shm_comm" and _accelerator() != "cpu":
             continue
-        before = is_built(op)
+        if is_built(op):
+            _console().print(f"{op} ({OPS[op].used_by}): built already")
         try:
             ensure_built([op], quiet=False)
         except BackendError as error:
             problems.append(str(error))
-        else:
-            if before:
-                _console().print(f"{op} ({OPS[op].used_by}): built already")
     if problems:
         raise BackendError(" ".join(dict.fromkeys(problems)))
+
+
+def prepare_environment() -> None:
+    """Sets what DeepSpeed and torch read when they load an op, for this process and its children.
+
+    - This environment's `ninja` comes first on the PATH, where torch looks it up. The system's, if it is of another
+      version, discards the log of ours and compiles everything again inside the run.
+    - Compiled ops are kept in the virtual environment, unless told where. In torch's own default, one folder for all
+      environments of a user, two would overwrite each other's libraries.
+    - py-cpuinfo keeps its answer, which takes more than a second of every rank's processor. DeepSpeed asks it twice
+      each time that it loads an op.
+    """
+    from cpuinfo import cpuinfo
+
+    folders = [os.path.dirname(sys.executable)]
+    with suppress(ImportError):
+        import ninja
+
+        folders.append(ninja.BIN_DIR)
+    folders += os.environ.get("PATH", os.defpath).split(os.pathsep)
+    os.environ["PATH"] = os.pathsep.join(dict.fromkeys(folders))
+    if sys.prefix != sys.base_prefix and os.access(sys.prefix, os.W_OK):
+        os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix, "torch_extensions")))
+    if not hasattr(cpuinfo.get_cpu_info_json, "cache_clear"):
+        cpuinfo.get_cpu_info_json = functools.cache(cpuinfo.get_cpu_info_json)
+
+
+def find_missing(op: str) -> tuple[str, str] | None:
+    """Returns what is missing to compile an op with, and the command that installs it; None if nothing is."""
+    if came_with_deepspeed(op):
+        return None
+    if shutil.which(_compiler()) is None:
+        return f"there is no C++ compiler ({_compiler()})", "apt-get install g++"
+    if shutil.which("ninja") is None:
+        return "there is no ninja", f"{sys.executable} -m pip install ninja"
+    if not Path(_python_headers(), "Python.h").is_file():
+        version = f"{sys.version_info.major}.{sys.version_info.minor}"
+        return f"Python's headers are not in {_python_headers()}", f"apt-get install python{version}-dev"
+    if op == "async_io" and not has_libaio():
+        return "libaio and its header libaio.h were not found", "apt-get install libaio-dev"
+    return None
+
+
+def has_libaio() -> bool:
+    """Returns True if a program that uses libaio compiles and links, which DeepSpeed tries at each load."""
+    program = "#include <libaio.h>\nint main() { return io_submit(0, 0, 0); }\n"
+    flags = shlex.split(f"{os.environ.get('CFLAGS', '')} {os.environ.get('LDFLAGS', '')}")
+    with temporary_folder() as scratch:
+        command = [_compiler(), *flags, "-x", "c++", "-", "-laio", "-o", str(scratch / "probe")]
+        return subprocess.run(command, input=program, capture_output=True, text=True).returncode == 0
+
+
+def _compiler() -> str:
+    # torch's rule; it passes the value on as one word.
+    return os.environ.get("CXX", "c++")
+
+
+def _python_headers() -> str:
+    # The scheme that torch passes to the compiler.
+    return sysconfig.get_path("include", scheme="posix_prefix")
 
 
 def is_built(op: str) -> bool:
@@ -175,7 +227,7 @@ def is_built(op: str) -> bool:
     except OSError:
         return False
     # Another environment's build has other paths in its commands, and ninja would start over.
-    mine = (include_paths()[0], toolchain.python_headers(), f"cxx = {toolchain.compiler()}\n")
+    mine = (include_paths()[0], _python_headers(), f"cxx = {_compiler()}\n")
     if not (folder / f"{OPS[op].name}.so").is_file() or any(text not in build for text in mine):
         return False
     dry = subprocess.run(["ninja", "-n"], cwd=folder, capture_output=True, text=True)
@@ -183,7 +235,7 @@ def is_built(op: str) -> bool:
 
 
 def is_locked(op: str) -> bool:
-    """Returns True if torch's lock on the build of `op` is taken."""
+    """Returns True if somebody builds `op` or, before torch 2.14, a killed build left torch's lock behind."""
     from finetune.utils.compat.torch_private import builds_under_flock
 
     lock = build_folder(op) / "lock"
@@ -199,9 +251,8 @@ def is_locked(op: str) -> bool:
 def remove_stale_lock(op: str) -> bool:
     """Removes torch's lock on the build of `op` if nobody builds it any more, and says so on stderr.
 
-    A lock is stale when no living process works in the build folder, where torch starts ninja, and it is
-    older than `GRACE_S`. Processes of other machines that share the folder are not seen: hold `_lock`. From torch 2.14
-    on no lock is stale: the kernel frees it.
+    A lock is stale when no living process works in the build folder, where torch starts ninja, and it is older than
+    `GRACE_S`. Processes of other machines are not seen: hold `_lock`. From torch 2.14 on the kernel frees the lock.
 
     Returns:
         True if there is no lock now.
@@ -230,33 +281,28 @@ def remove_stale_lock(op: str) -> bool:
 def _has_builder(folder: Path) -> bool:
     """Returns True if a living process works in the folder, other than this one and its ancestors (a shell)."""
     own = {os.getpid(), *(process.pid for process in psutil.Process().parents())}
-    for process in psutil.process_iter():
-        # Of zombies, and of other users' processes, it cannot be read.
-        with suppress(psutil.Error, OSError):
-            if process.pid not in own and process.cwd() == os.path.realpath(folder):
-                return True
+    # None for zombies, and for other users' processes.
+    places = {process.info["cwd"] for process in psutil.process_iter(["cwd"]) if process.pid not in own}
+    return os.path.realpath(folder) in places
+
+
+def _try_to_build(op: str, show: Callable[..., None]) -> bool:
+    """Builds an op unless it is built; returns False while another process holds `_lock`."""
+    with suppress(Timeout), _lock(op).acquire(timeout=POLL_S):
+        while not remove_stale_lock(op):
+            show("Waiting for", ": another run builds it, or has just been killed")
+            time.sleep(POLL_S)
+        if not is_built(op):
+            _build(op, show)
+        return True
     return False
-
-
-def _ensure(op: str, quiet: bool) -> None:
-    if not is_locked(op) and is_built(op):
-        return
-    with _progress(op, quiet) as show:
-        while True:
-            with suppress(Timeout), _lock(op).acquire(timeout=POLL_S):
-                while not remove_stale_lock(op):
-                    show("Waiting for", ": another run builds it, or has just been killed")
-                    time.sleep(POLL_S)
-                if not is_built(op):
-                    _build(op, show)
-                return
-            show("Waiting for", ": another process builds it")
 
 
 def _build(op: str, show: Callable[..., None]) -> None:
     """Compiles in a child process, so that this one can show progress, and clean up after Ctrl-C."""
     start, log = time.monotonic(), _log(op)
-    # In the build folder, so that `remove_stale_lock` knows it for a builder for as long as it lives.
+    # In the build folder, so that `remove_stale_lock` knows it for a builder for as long as it lives. In a session of
+    # its own, so that a terminal's Ctrl-C ends it here alone.
     with (
         log.open("wb") as output,
         subprocess.Popen(
@@ -265,6 +311,7 @@ def _build(op: str, show: Callable[..., None]) -> None:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
+            start_new_session=True,
         ) as child,
     ):
         try:
@@ -272,8 +319,7 @@ def _build(op: str, show: Callable[..., None]) -> None:
                 show("Building")
                 time.sleep(POLL_S)
         except BaseException:
-            child.terminate()
-            child.wait()
+            _end_build(child)
             raise
     if child.returncode != 0:
         lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
@@ -284,6 +330,22 @@ def _build(op: str, show: Callable[..., None]) -> None:
             f"(exit {child.returncode}): {reason[:400].rstrip('.')}. The whole output is in {log}."
         )
     show("Built", f" in {time.monotonic() - start:.0f} s")
+
+
+def _end_build(child: "subprocess.Popen[bytes]") -> None:
+    """Ends a build with its compilers: left to itself, it would kill ninja, which then leaves them."""
+    with suppress(psutil.NoSuchProcess):
+        jobs = psutil.Process(child.pid).children(recursive=True)
+        # As an exception it passes torch's `finally`, which removes the lock.
+        child.send_signal(signal.SIGINT)
+        for job in jobs:
+            with suppress(psutil.NoSuchProcess):
+                job.terminate()
+        _, alive = psutil.wait_procs(jobs, timeout=5)
+        for job in alive:
+            with suppress(psutil.NoSuchProcess):
+                job.kill()
+    child.wait()
 
 
 @contextmanager
@@ -329,19 +391,17 @@ def build_folder(op: str) -> Path:
 def _lock(op: str) -> FileLock:
     # flock: the kernel frees it when its process ends, however that ends.
     folder = build_folder(op)
-    reason = why_unlockable(folder.parent)
-    if reason is not None:
+    if (reason := why_unlockable(folder.parent)) is not None:
         raise BackendError(
             f"torch's folder for compiled extensions, {folder.parent}, lies on a file system that has no locks (flock: "
             f"{reason}), and processes that compile the same op need one. Set TORCH_EXTENSIONS_DIR to a folder on "
             "another file system, such as a local disk."
         )
-    return FileLock(folder.with_name(f"{folder.name}.build.lock"))
+    return FileLock(f"{folder}.build.lock")
 
 
 def _log(op: str) -> Path:
-    folder = build_folder(op)
-    return folder.with_name(f"{folder.name}.build.log")
+    return Path(f"{build_folder(op)}.build.log")
 
 
 def _accelerator() -> str:

@@ -1,0 +1,301 @@
+"""Documents to rows, of which only lengths are looked at, and rows to batches, straight from the token file.
+
+The token file is one stream. A document of `n` tokens has `n - 1` pairs of an input and its target, the token
+behind it. A segment is a run of pairs: `start` in the stream, and `length`. A row is one or more segments,
+and holds at most T pairs.
+
+Shapes: B rows, T tokens a row (`sequence_length`), L tokens of the longest row of a batch.
+"""
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from finetune.data.tokenization.memmap import Int64s, MaskFile, map_array
+from finetune.data.tokenization.token_files import Tokens
+from finetune.data.tokenization.tokenizer import Wrapping
+
+LongDocuments = Literal["split", "truncate", "drop"]
+
+ROW_TARGETS = "targets.npy"
+_ARRAYS = ("starts", "lengths", "row_starts")
+IGNORED = -100
+"""The target where there is nothing to predict."""
+
+_MULTIPLE = 8
+_NOTHING_LEFT_OUT = dict.fromkeys(("empty", "over_long", "truncated", "dropped", "remainder_rows"), 0)
+
+
+@dataclass(frozen=True, eq=False)
+class PackedRows:
+    """Rows of segments, and what was left out to make them."""
+
+    starts: Int64s
+    """First pair of each segment, in the stream; the segments of a row are neighbours."""
+    lengths: Int64s
+    """Pairs of each segment."""
+    row_starts: Int64s
+    """First segment of each row, and at the end the number of segments: (rows + 1,)."""
+    counts: dict[str, int] = field(default_factory=dict)
+    """Documents and rows that were changed or left out, by the names that `SplitReport` has for them."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that were made."""
+        return self.row_starts.size - 1
+
+
+def wrap_stream(num_tokens: int, row_length: int, *, keep_remainder: bool) -> PackedRows:
+    """Cuts the stream every `row_length` pairs, through documents."""
+    pairs = max(0, num_tokens - 1)
+    rows, rest = divmod(pairs, row_length)
+    lengths = np.full(rows, row_length, np.int64)
+    if rest and keep_remainder:
+        lengths = np.append(lengths, rest)
+    return PackedRows(
+        starts=np.arange(lengths.size, dtype=np.int64) * row_length,
+        lengths=lengths,
+        row_starts=np.arange(lengths.size + 1, dtype=np.int64),
+        counts={**_NOTHING_LEFT_OUT, "remainder_rows": int(rest > 0 and not keep_remainder)},
+    )
+
+
+def pad_documents(
+    offsets: Int64s, row_length: int, long_documents: LongDocuments, *, with_targets: bool = True
+) -> PackedRows:
+    """One segment a row, in the order of the documents.
+
+    Args:
+        offsets: Where each document starts in the stream, and the end: (documents + 1,).
+        row_length: T.
+        long_documents: What to do with documents of more than T pairs.
+        with_targets: False for classifiers: lengths are tokens then, not pairs.
+    """
+    starts, pairs = offsets[:-1], np.diff(offsets) - int(with_targets)
+    empty = int((pairs < 1).sum())
+    starts, pairs = starts[pairs >= 1], pairs[pairs >= 1]
+    long = pairs > row_length
+    over_long = int(long.sum())
+    if long_documents == "split":
+        parts = -(-pairs // row_length)
+        # The number of each part within its document.
+        part = np.arange(int(parts.sum()), dtype=np.int64) - np.repeat(np.cumsum(parts) - parts, parts)
+        starts = np.repeat(starts, parts) + part * row_length
+        pairs = np.minimum(np.repeat(pairs, parts) - part * row_length, row_length)
+    elif long_documents == "truncate":
+        pairs = np.minimum(pairs, row_length)
+    else:
+        starts, pairs = starts[~long], pairs[~long]
+    return PackedRows(
+        starts=np.ascontiguousarray(starts, np.int64),
+        lengths=np.ascontiguousarray(pairs, np.int64),
+        row_starts=np.arange(pairs.size + 1, dtype=np.int64),
+        counts={
+            **_NOTHING_LEFT_OUT,
+            "empty": empty,
+            "over_long": over_long,
+            "truncated": over_long if long_documents == "truncate" else 0,
+            "dropped": over_long if long_documents == "drop" else 0,
+        },
+    )
+
+
+def pack_documents(offsets: Int64s, row_length: int, long_documents: LongDocuments) -> PackedRows:
+    """Whole documents, best-fit decreasing: the longest first, each into the fullest row that still has room.
+
+    For the arguments see `pad_documents`. Time is linear in the documents plus the number of pairs (length, room)
+    that occur, because documents of one length are placed together.
+
+    Source: Johnson, "Near-optimal bin packing algorithms", 1973; for rows of text Ding et al., "Fewer
+    Truncations Improve Language Modeling", 2024.
+    """
+    loose = pad_documents(offsets, row_length, long_documents)
+    rows = best_fit_decreasing(loose.lengths, row_length)
+    order = np.argsort(rows, kind="stable")
+    counts = np.bincount(rows, minlength=int(rows.max()) + 1 if rows.size else 0)
+    row_starts = np.concatenate([np.array([0], np.int64), np.cumsum(counts, dtype=np.int64)])
+    return replace(loose, starts=loose.starts[order], lengths=loose.lengths[order], row_starts=row_starts)
+
+
+def save_rows(packed: PackedRows, folder: Path, mask: MaskFile | None = None) -> dict[str, Any]:
+    """Writes the arrays to a folder and returns the rest as JSON-able facts for reports.
+
+    With a mask, how many targets each row has is written too: a step must know before it reads.
+    """
+    for name in _ARRAYS:
+        np.save(folder / f"{name}.npy", getattr(packed, name), allow_pickle=False)
+    pairs = targets = int(packed.lengths.sum())
+    if mask is not None:
+        of_segments = mask.counts(packed.starts, packed.lengths)
+        of_rows = np.add.reduceat(of_segments, packed.row_starts[:-1]) if packed.num_rows else of_segments
+        np.save(folder / ROW_TARGETS, of_rows, allow_pickle=False)
+        targets = int(of_rows.sum())
+    return {"rows": packed.num_rows, "pairs": pairs, "targets": targets, **packed.counts}
+
+
+def load_rows(folder: Path) -> PackedRows:
+    """Opens the rows that `save_rows` has written, memory-mapped, without what was counted."""
+    starts, lengths, row_starts = (map_array(folder / f"{name}.npy") for name in _ARRAYS)
+    return PackedRows(starts, lengths, row_starts)
+
+
+def best_fit_decreasing(lengths: Int64s, room: int) -> Int64s:
+    """The row of each item.
+
+    Args:
+        lengths: Of the items, 1 to `room`.
+        room: Of a row.
+
+    Returns:
+        Row numbers from 0 without gaps, one for each item. Items of one length go in their given order.
+    """
+    # NumPy sorts small numbers with less time and memory.
+    items = np.argsort((room - lengths).astype(np.min_scalar_type(room)), kind="stable")
+    rows = np.empty(lengths.size, np.int64)
+    # Open rows by the room that they have left. Bit r is set where there are any with room r: the next ones from a size
+    # upwards are found in one operation.
+    shelves: list[list[Int64s]] = [[] for _ in range(room + 1)]
+    present = num_rows = begin = 0
+    counts = np.bincount(lengths, minlength=1)
+    for size in np.flatnonzero(counts)[::-1].tolist():
+        end = begin + int(counts[size])
+        while begin < end:
+            count = end - begin
+            if above := present >> size:
+                free = size + (above & -above).bit_length() - 1
+                taken = shelves[free].pop()
+                if not shelves[free]:
+                    present ^= 1 << free
+            else:
+                free, new = room, max(1, count // (room // size))
+                taken = np.arange(num_rows, num_rows + new, dtype=np.int64)
+                num_rows += new
+            # What fits the fullest row best goes on fitting it best until that row is full.
+            each = min(free // size, count)
+            taken, rest = taken[: count // each], taken[count // each :]
+            for part, left in ((rest, free), (taken, free - each * size)):
+                if part.size and left:
+                    shelves[left].append(part)
+                    present |= 1 << left
+            rows[items[begin : begin + taken.size * each]] = np.repeat(taken, each)
+            begin += taken.size * each
+    return rows
+
+
+@dataclass(frozen=True, eq=False)
+class TokenRows:
+    """Rows of tokens, read by position. Reading neither changes nor copies anything but the batch."""
+
+    tokens: Tokens
+    packed: PackedRows
+    row_length: int
+    """T."""
+    padding_id: int
+    restarts: bool
+    """True if documents share rows and each counts its positions from 0."""
+    fixed: bool
+    """True if batches are always T wide; else they are as wide as their longest row, in steps of 8."""
+    wrapping: Wrapping
+    """Tokens around each document of a classifier."""
+    classes: Int64s | None = None
+    """The class of each row, which is one document: (rows,). None for language modelling."""
+    mask: MaskFile | None = None
+    """True for tokens that are targets; None where all are."""
+    row_targets: Int64s | None = None
+    """Targets of each row, (rows,), where there is a mask."""
+
+    def __len__(self) -> int:
+        return self.packed.num_rows
+
+    def num_targets(self, rows: npt.NDArray[np.integer]) -> int:
+        """Targets that `batch(rows)` holds, without reading it."""
+        if self.classes is not None:
+            return int(rows.size)
+        if self.row_targets is not None:
+            return int(self.row_targets[rows].sum())
+        return int(self._widths[rows].sum())
+
+    def num_computed(self, rows: npt.NDArray[np.integer]) -> int:
+        """Tokens that a network computes for `batch(rows)`, without padding."""
+        return int(self._widths[rows].sum()) + sum(map(len, self.wrapping)) * int(rows.size)
+
+    def batch(self, rows: npt.NDArray[np.integer]) -> dict[str, torch.Tensor]:
+        """Reads rows.
+
+        Args:
+            rows: Row numbers, (B,).
+
+        Returns:
+            For language modelling `input_ids` and `targets`, both (B, T) or (B, L) int64: the target is the
+            token that follows the input, -100 where there is none or it is not learned. Where documents share rows also
+            `position_ids`, which restart at each document and at the padding, and `cu_seqlens`: where they do in
+            the batch read row by row, and its end, (D + 1,) int32 for D documents. There is no attention mask: it
+            would make models look across documents.
+            For classification `input_ids` and `attention_mask`, (B, L) int64, and `targets`, (B,) int64.
+        """
+        return self._language_batch(rows) if self.classes is None else self._class_batch(rows, self.classes[rows])
+
+    def _language_batch(self, rows: npt.NDArray[np.integer]) -> dict[str, torch.Tensor]:
+        widths = self._widths[rows]
+        width = self.row_length if self.fixed else min(self.row_length, _round_up(int(widths.max(initial=1))))
+        # All pairs of the batch at once: a Python step for each document would cost more than the reading.
+        first = self.packed.row_starts[rows]
+        segments = _ranges(first, self.packed.row_starts[rows + 1] - first)
+        lengths = self.packed.lengths[segments]
+        within = _ranges(np.full_like(lengths, 0), lengths)
+        source = np.repeat(self.packed.starts[segments], lengths) + within
+        place = _ranges(np.arange(rows.size, dtype=np.int64) * width, widths)
+        inputs = np.full(rows.size * width, self.padding_id, np.int64)
+        targets = np.full(rows.size * width, IGNORED, np.int64)
+        inputs[place] = self.tokens[source]
+        targets[place] = self.tokens[source + 1]
+        if self.mask is not None:
+            targets[place[~self.mask[source + 1]]] = IGNORED
+        batch = {"input_ids": inputs, "targets": targets}
+        if self.restarts:
+            batch["position_ids"] = (np.arange(width) - widths[:, None]).ravel()
+            batch["position_ids"][place] = within
+        found = {name: torch.from_numpy(values).view(rows.size, width) for name, values in batch.items()}
+        if self.restarts:
+            cu_seqlens = np.append(np.flatnonzero(batch["position_ids"] == 0), rows.size * width)
+            found["cu_seqlens"] = torch.from_numpy(cu_seqlens.astype(np.int32))
+        return found
+
+    def _class_batch(self, rows: npt.NDArray[np.integer], targets: Int64s) -> dict[str, torch.Tensor]:
+        before, behind = self.wrapping
+        longest = int(self._widths[rows].max(initial=1)) + len(before) + len(behind)
+        width = min(self.row_length, _round_up(longest))
+        inputs = np.full((rows.size, width), self.padding_id, np.int64)
+        mask = np.full((rows.size, width), 0, np.int64)
+        for line, row in enumerate(rows.tolist()):
+            # A row is one document here.
+            start, length = int(self.packed.starts[row]), int(self.packed.lengths[row])
+            ids = [*before, *self.tokens[start : start + length].tolist(), *behind]
+            inputs[line, : len(ids)] = ids
+            mask[line, : len(ids)] = 1
+        batch = {"input_ids": inputs, "attention_mask": mask, "targets": targets}
+        return {name: torch.from_numpy(values) for name, values in batch.items()}
+
+    def longest(self) -> Int64s:
+        """All row numbers, those with the most tokens first."""
+        return np.argsort(-self._widths, kind="stable")
+
+    @cached_property
+    def _widths(self) -> Int64s:
+        """Pairs (tokens for classification) of each row: (rows,)."""
+        return np.add.reduceat(self.packed.lengths, self.packed.row_starts[:-1])
+
+
+def _ranges(starts: Int64s, lengths: Int64s) -> Int64s:
+    """`start`, `start + 1`, ... for `length` numbers each, one range after the other."""
+    ends = np.cumsum(lengths)
+    return np.arange(int(lengths.sum()), dtype=np.int64) + np.repeat(starts - ends + lengths, lengths)
+
+
+def _round_up(width: int) -> int:
+    return -(-width // _MULTIPLE) * _MULTIPLE

@@ -1,0 +1,306 @@
+"""The tokenizer: loaded from a directory or the hub, or trained on the training documents; and batches of its tokens.
+
+Threads tokenise, in order: the library does without Python's lock meanwhile.
+"""
+
+import contextlib
+import itertools
+import json
+import os
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerBase
+
+from finetune.config import path_kinds
+from finetune.config.recipe_schema import Recipe
+from finetune.data.sources.corpus import Chosen, reason_of
+from finetune.data.sources.readers import END_OF_TEXT
+from finetune.utils import json_files
+from finetune.utils.errors import DataError
+from finetune.utils.file_formats import format_of
+from finetune.utils.platforms import cores
+
+PADDING = "<|pad|>"
+TRAINER_VERSION = 1
+BATCH_DOCUMENTS = 256
+BATCH_BYTES = 1 << 18
+"""A tenth of a second's work: at the end the threads wait for the last one no longer than that."""
+BATCHES_AHEAD = 8
+"""Batches of each thread: enough to keep it busy while a shard is written, few enough to bound memory."""
+
+
+Mask = npt.NDArray[np.bool_]
+
+
+class Wrapping(NamedTuple):
+    """Tokens that a tokenizer puts around a single text for classifiers, such as [CLS] and [SEP]."""
+
+    before: tuple[int, ...] = ()
+    behind: tuple[int, ...] = ()
+
+
+def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
+    """Loads the tokenizer that the recipe names, or the one beside its model.
+
+    Raises:
+        DataError: If there is none, or it cannot be loaded.
+    """
+    section, model = recipe.tokenizer, recipe.model
+    name = section.name or model.name
+    revision = section.revision if section.name else model.revision
+    if name is None:
+        raise DataError(
+            "The recipe names no tokenizer, and no model that one could lie beside. Set tokenizer.name, or "
+            "tokenizer.vocab_size to train one."
+        )
+    wrong = path_kinds.why_not(Path(name), "tokenizer")
+    if wrong is not None:
+        raise DataError(f"{'tokenizer' if section.name else 'model'}.name: {wrong}")
+    try:
+        files = {path.name for path in Path(name).iterdir()} if Path(name).is_dir() else set()
+        # The form that GPT-2 was published in says nowhere which class it belongs to.
+        named = files & {"tokenizer.json", "tokenizer_config.json", "config.json"}
+        if {"vocab.json", "merges.txt"} <= files and not named:
+            return transformers.GPT2TokenizerFast.from_pretrained(name)
+        return transformers.AutoTokenizer.from_pretrained(
+            name, revision=revision, trust_remote_code=model.trust_remote_code
+        )
+    except Exception as error:  # Each tokenizer class fails in its own way; all mean that there is none to use.
+        _check_files(name)
+        raise DataError(
+            f"The tokenizer '{name}' cannot be loaded: {reason_of(error)}. It must be a directory with a tokenizer's "
+            "files (such as tokenizer.json) or a name on the hub; correct tokenizer.name, or set tokenizer.vocab_size "
+            "to train one."
+        ) from error
+
+
+def _check_files(name: str) -> None:
+    """Refuses files that are something else than their names say, and a damaged configuration: it is read as well."""
+    folder = Path(name)
+    kinds = (".json", ".txt", ".model", ".jinja")
+    for file in sorted(path for path in folder.glob("*") if path.suffix in kinds and os.access(path, os.R_OK)):
+        if found := format_of(file) if file.is_file() else None:
+            raise DataError(f"{file} is {found.name}, and no part of a tokenizer. {found.advice}")
+    file = folder / "config.json"
+    try:
+        if file.is_file():
+            json_files.read(file)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{file} is no valid JSON: {error}. It is the model's configuration; restore it.") from error
+
+
+def train_tokenizer(texts: Iterator[str], vocab_size: int) -> PreTrainedTokenizerBase:
+    """Trains a byte-level BPE; the same texts in the same order give the same tokenizer.
+
+    `<|endoftext|>` opens and closes documents, `<|pad|>` pads. There can be fewer pieces than asked for,
+    where the texts hold no more pairs to merge.
+
+    Args:
+        vocab_size: Pieces, with the 256 bytes and the two specials.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        special_tokens=[END_OF_TEXT, PADDING],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, pad_token=PADDING
+    )
+
+
+def num_ids(tokenizer: PreTrainedTokenizerBase) -> int:
+    """One more than the largest token number; gaps in the vocabulary count."""
+    return max(max(tokenizer.get_vocab().values(), default=0) + 1, len(tokenizer))
+
+
+def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Describes all that decides how text becomes tokens, as JSON: part of the cache's key."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    try:
+        content: Any = json.loads(backend.to_str()) if isinstance(backend, Tokenizer) else None
+    except Exception:  # Parts written in Python cannot be serialised.
+        content = None
+    if content is not None:
+        # These are the state of the last call, and we never use them.
+        content.update(truncation=None, padding=None)
+    else:
+        content = {"class": type(tokenizer).__name__, "vocabulary": tokenizer.get_vocab()}
+    return {"content": content, "bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id}
+
+
+def restore_text(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+    """A text as its tokens say it. What is lost in them (case, spaces, unknown characters) no model can learn."""
+    ids = tokenizer.encode(text, add_special_tokens=False, verbose=False)
+    return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def wrapping_of(tokenizer: PreTrainedTokenizerBase) -> Wrapping:
+    """Finds what the tokenizer itself puts before and behind a text.
+
+    Raises:
+        DataError: If it does something else to the text as well.
+    """
+    probe = "a"
+    bare = list(tokenizer.encode(probe, add_special_tokens=False))
+    full = list(tokenizer.encode(probe, add_special_tokens=True))
+    for start in range(len(full) - len(bare) + 1):
+        if full[start : start + len(bare)] == bare:
+            return Wrapping(tuple(full[:start]), tuple(full[start + len(bare) :]))
+    raise DataError(
+        f"The tokenizer {type(tokenizer).__name__} changes a text when it adds special tokens, so its documents cannot "
+        "be prepared for a classifier. Name another as tokenizer.name."
+    )
+
+
+def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The token that fills rows. Nothing is learned from it, so any will do where there is none for it."""
+    return next((int(n) for n in (tokenizer.pad_token_id, tokenizer.eos_token_id) if n is not None), 0)
+
+
+@dataclass
+class Facts:
+    """Counts of one conversation, or of several."""
+
+    examples: int = 0
+    """Conversations that are learned from."""
+    tokens: int = 0
+    supervised: int = 0
+    """Tokens that are targets."""
+    ended: int = 0
+    """Examples whose last supervised token ends an answer: a special token."""
+    answers: int = 0
+    """Answers that are to be learned."""
+    cut: int = 0
+    """Conversations that lost turns or their end."""
+    answers_cut: int = 0
+    """Answers that lost their end, or all."""
+    too_long: int = 0
+    """Conversations left out because they are too long."""
+    unsupervised: int = 0
+    """Conversations left out because there is nothing to learn from."""
+    refused: int = 0
+    """Conversations that the template refuses."""
+    tools_dropped: int = 0
+    """Conversations whose tools the template does not write."""
+    shared: int = 0
+    """Answers that begin inside a token of what comes before."""
+    unwritten: dict[str, int] = field(default_factory=dict)
+    """Conversations with other fields of which the template does not write all, by field."""
+
+    def add(self, other: "Facts") -> None:
+        """Adds another's counts."""
+        for name, value in vars(other).items():
+            mine = getattr(self, name)
+            setattr(self, name, dict(Counter(mine) + Counter(value)) if isinstance(value, dict) else mine + value)
+
+
+@dataclass(frozen=True)
+class Example:
+    """A conversation as it is learned from."""
+
+    ids: npt.NDArray[np.uint32]
+    """(N,) for N tokens; empty if it is left out."""
+    mask: Mask
+    """(N,): which tokens are targets."""
+    facts: Facts
+    end: int | None = None
+    """The special token that ends its last answer, if it is learned."""
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Some documents as tokens."""
+
+    lengths: npt.NDArray[np.uint32]
+    numbers: npt.NDArray[np.uint32]
+    """Tokens of all, in a row."""
+    examples: list[Example] | None = None
+    """The same with masks and facts, for conversations."""
+
+
+class Encoder:
+    """Turns texts into tokens with one tokenizer, without special tokens."""
+
+    def __init__(self, tokenizer: Any, *, num_workers: int | None) -> None:
+        """Takes a transformers tokenizer, and a number of threads; None for one a core.
+
+        A tokenizer without a fast backend is slow but works, in one thread.
+        """
+        self._tokenizer = tokenizer
+        self._num_workers = num_workers or cores()
+
+    @cached_property
+    def _fast(self) -> Tokenizer | None:
+        """Opened when it is needed: not where all is in the cache."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if isinstance(backend, Tokenizer):
+            with contextlib.suppress(Exception):  # parts that are written in Python cannot be copied
+                return open_tokenizer(backend.to_str())
+        return None
+
+    def encode(self, texts: Sequence[bytes]) -> Encoded:
+        """Tokens of some UTF-8 texts."""
+        decoded = [text.decode() for text in texts]
+        if self._fast is None:
+            options = {"add_special_tokens": False, "split_special_tokens": True}
+            lists = [self._tokenizer.encode(text, **options) for text in decoded]
+        else:
+            lists = [found.ids for found in self._fast.encode_batch_fast(decoded, add_special_tokens=False)]
+        lengths = np.array([len(ids) for ids in lists], np.uint32)
+        return Encoded(lengths, np.fromiter(itertools.chain.from_iterable(lists), np.uint32, int(lengths.sum())))
+
+    def encode_all(self, batches: Iterable[Sequence[Chosen]]) -> Iterator[tuple[Sequence[Chosen], Encoded]]:
+        """Encodes batches lazily and returns each with its tokens, in order whatever the number of threads."""
+        num_threads = self._num_workers if self._fast is not None else 1
+        threads = ThreadPoolExecutor(num_threads)
+        ahead: deque[tuple[Sequence[Chosen], Future[Encoded]]] = deque()
+        try:
+            for batch in batches:
+                ahead.append((batch, threads.submit(self.encode, [item.text for item in batch])))
+                if len(ahead) > BATCHES_AHEAD * num_threads:
+                    done, future = ahead.popleft()
+                    yield done, future.result()
+            while ahead:
+                done, future = ahead.popleft()
+                yield done, future.result()
+        finally:
+            threads.shutdown(cancel_futures=True)
+
+
+def open_tokenizer(definition: str) -> Tokenizer:
+    """A tokenizer that reads plain text only: `<|endoftext|>` in a document is characters, not an end."""
+    tokenizer = Tokenizer.from_str(definition)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def batch_documents(items: Iterable[Chosen]) -> Iterator[list[Chosen]]:
+    """Cuts a stream into batches by number of documents and by size, whichever comes first."""
+    batch: list[Chosen] = []
+    size = 0
+    for item in items:
+        batch.append(item)
+        size += len(item.text)
+        if len(batch) >= BATCH_DOCUMENTS or size >= BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch

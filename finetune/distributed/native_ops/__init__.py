@@ -1,1 +1,0 @@
-"""DeepSpeed's native ops, compiled on the machine that runs them."""

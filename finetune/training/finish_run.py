@@ -1,0 +1,105 @@
+"""Saves what a run has trained, as it goes and at its end, and says how it ended."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from finetune.checkpoint import best_evaluation
+from finetune.checkpoint.checkpoint_store import name_of
+from finetune.checkpoint.run_facts import read_facts
+from finetune.export import merge, model_card, save_model
+from finetune.export.find_weights import WeightSource
+from finetune.models.forward_wrapper import unwrap
+from finetune.training.run import RECENT, BuiltRun
+
+
+def save_checkpoint(run: BuiltRun, *, evaluated: bool, wait: bool) -> None:
+    """Saves a checkpoint of the state after the last step.
+
+    Args:
+        evaluated: Whether evaluation and samples that were due at this step are done.
+        wait: Whether the checkpoint must be there before this returns.
+    """
+    state = {
+        **run.state.to_dict(),
+        **run.feed.state_dict(run.state.step),
+        "scaler": run.backend.scaler_state(),
+        "skipped": run.nonfinite.state,
+        "looked_at": evaluated,
+        "results": dict(run.results),  # It is written while training continues.
+        "identity": run.identity,
+        "recipe": run.recipe.model_dump(mode="json"),
+        "backend": run.backend.launch.kind,
+        "processes": run.backend.world_size,
+        "precision": run.backend.precision,
+    }
+    run.checkpoints.save(unwrap(run.model), run.optimizer, state, must=wait)
+
+
+def save_final_model(run: BuiltRun) -> None:
+    """Writes the trained network, in the format that transformers opens, into the run directory."""
+    directory, recipe, build = run.directory, run.recipe, run.task.build_skeleton
+
+    def write_card(folder: Path) -> None:
+        facts = {**read_facts(directory.path), "results": run.results}
+        source = WeightSource(directory.path, folder, run.state.step, recipe, facts)
+        model_card.write_model_card(folder, source, "model", [], merge.base_folder(recipe), run.task.head)
+
+    path = directory.path / "model"
+    with run.backend.loading(pretrained=False):
+        skeleton = build(recipe, run.data) if build is not None else None
+        save_model.save_model(run.backend, run.model, skeleton, run.data.tokenizer, path, write_card)
+    run.results["model"] = str(path)
+    run.reporter.say(f"model written to {path}")
+
+
+def nothing_left(results: dict[str, Any], num_steps: int) -> str:
+    """Returns why a finished run is not continued, and how it could be."""
+    ended, change = f"ended at step {num_steps}", "Raise its length"
+    if (early := results.get("ended_early")) is not None:
+        ended, change = best_evaluation.early_stop_sentence(early), "Raise eval.patience, or set it to null,"
+    return f"Nothing is left to do: this run {ended}. {change} to continue it."
+
+
+def note_stop(run: BuiltRun) -> None:
+    """Notes and says that a run stops because it was asked to."""
+    reason = run.results["stopped"] = run.shutdown.reason or "another rank was asked to stop"
+    kept = run.checkpoints.newest_address()
+    saved = "with nothing to save" if kept is None else f"saved in {kept}"
+    run.reporter.say(
+        f"Stopped at step {run.state.step} of {run.length.num_steps} ({reason}), {saved}. The same command resumes "
+        "here."
+    )
+
+
+def note_early_end(run: BuiltRun) -> None:
+    """Notes and says that a run ends before its length is used up, since evaluations got no better."""
+    best = run.state.best
+    ended = run.results["ended_early"] = {"step": run.state.step, "best": asdict(best)}
+    store, name = run.directory.checkpoints, name_of(best.step or 0)
+    saved = name in store.list_names()
+    where = f"The best checkpoint is {store.address(name)}" if saved else "No checkpoint was saved at the best step"
+    run.reporter.say(f"This run {best_evaluation.early_stop_sentence(ended)}. {where}.")
+
+
+def rising_loss(first: float | None, recent: Sequence[tuple[int, float]]) -> str | None:
+    """Returns a warning if the loss ends above where it began, else None.
+
+    Batches differ: each of several losses at the end lies above the first, or the last and most of them by a fifth.
+
+    Args:
+        first: The loss of the run's first step.
+        recent: Steps and losses of the last lines of metrics, oldest first.
+    """
+    later = [loss for step, loss in recent if step > 1]
+    if first is None or not later:
+        return None
+    all_above = len(later) == RECENT and min(later) > first
+    if not all_above and not min(median(later), later[-1]) > 1.2 * first:
+        return None
+    return (
+        f"The loss ended at {later[-1]:.4g}, above the {first:.4g} that it began with: this run has made the model "
+        "worse. Lower optim.lr, look at the curve (`finetune report`), and do not use what it wrote."
+    )
