@@ -122,11 +122,11 @@ class ChatSession:
         kind = float if name in ("temperature", "top_p") else int
         optional = name in ("top_k", "top_p")
         try:
-            wanted = None if optional and value == "none" else kind(value)
+            changed: dict[str, Any] = {name: None if optional and value == "none" else kind(value)}
         except ValueError:
             numbers = "a number" if kind is float else "a whole number"
             raise RecipeError(f"/{flag} takes {numbers}{' or none' * optional}, not '{value}'.") from None
-        self.options = replace(self.options, **{name: wanted})
+        self.options = replace(self.options, **changed)
         self._seed = self.options.seed
 
     def _answer(self, asked: list[str]) -> None:
