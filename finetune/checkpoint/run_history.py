@@ -156,7 +156,7 @@ class RunHistory:
 
     @property
     def best_name(self) -> str:
-        """That key, in words."""
+        """The key of the best evaluation, in words."""
         return ranking(self.best_by)[0].replace("_", " ")
 
     @property

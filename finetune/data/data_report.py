@@ -172,7 +172,7 @@ class DataReport:
 
 
 def _notes(split: SplitReport) -> dict[str, int]:
-    """What was found in the documents, and how often."""
+    """Counts of what was found in the documents, by words for it."""
     notes = {
         **{what: getattr(split, key) for key, what in COUNTED.items()},
         **{f"conversations left out ({kind})": count for kind, count in split.broken.items()},

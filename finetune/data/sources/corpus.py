@@ -49,7 +49,7 @@ class Corpus:
     name: str
     """The name that people know it by, for reports."""
     fields: Fields
-    """What is taken from each record."""
+    """Fields that are taken from each record."""
     content: Any
     """Changes when the documents change, and not with where the files lie."""
     _read: Callable[[Meter], Iterator[Document]]
