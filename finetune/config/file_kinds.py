@@ -117,4 +117,6 @@ def other_kind(tree: Mapping[Any, Any], expected: str) -> str | None:
     if known:
         return said + PLACES[kind]
     names = [f"{name} is {KEY_OF_OTHER_NAME[name]}" for name in hits[kind] if name in KEY_OF_OTHER_NAME]
-    return f"{said}`finetune init` writes a recipe, and docs/recipe.md lists its keys; there {', '.join(names)}."
+    return (
+        f"{said}`finetune init` writes a recipe, and `finetune docs recipe` lists its keys; there {', '.join(names)}."
+    )

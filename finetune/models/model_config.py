@@ -52,13 +52,13 @@ def resolve_model_config(
         raise RecipeError(
             f"model: {config.model_type} is an encoder-decoder model, which writes a text from another one; task "
             f"`{recipe.task.name}` trains decoders, which continue a text. Name a decoder-only model, such as llama, "
-            "qwen3 or gpt2 (docs/architectures.md lists those that were tried)."
+            "qwen3 or gpt2 (`finetune docs architectures` lists those that were tried)."
         )
     own_code = section.trust_remote_code and getattr(config, "auto_map", None)
     if type(config) not in model_mapping(head.auto) and not own_code:
         raise RecipeError(
             f"model: transformers has no {recipe.task.name} network of a {config.model_type} model. Name a model of "
-            "another architecture (docs/architectures.md lists language models that were tried)."
+            "another architecture (`finetune docs architectures` lists language models that were tried)."
         )
     if section.name is not None:
         _untie_embeddings(config, section, head)
@@ -71,7 +71,7 @@ def resolve_model_config(
         more = ""
         if section.name is not None and trained is not None and hasattr(text, "rope_parameters"):
             # In halves.
-            more = f", or model.rope_scaling.factor to {math.ceil(2 * length / trained) / 2:g} (see docs/recipe.md)"
+            more = f", or model.rope_scaling.factor to {math.ceil(2 * length / trained) / 2:g} (`finetune docs recipe`)"
         raise RecipeError(
             f"data.sequence_length is {length}, but the model knows {longest} positions (max_position_embeddings). Set "
             f"data.sequence_length to at most {longest}{more}."

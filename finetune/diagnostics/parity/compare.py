@@ -202,7 +202,7 @@ def compare_runs(one: FinishedRun, other: FinishedRun) -> Comparison:
     if allowed is _FP32 and over > 0 and far[0] <= _ROUNDING and far[over] <= _GROWS * far[over - 1]:
         notes.append(
             "the runs begin alike and part slowly: rounding that grows over a long run looks like this; see "
-            "docs/parity.md, long runs"
+            "`finetune docs parity`, long runs"
         )
     return Comparison(one, other, allowed, steps, first, tensor, reasons, notes)
 
