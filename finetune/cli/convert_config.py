@@ -28,7 +28,7 @@ _READERS = ("json", "csv", "parquet", "text")
 # Sections whose keys change files and figures, and nothing that is learned.
 _NOT_LEARNED = ("eval", "log", "output", "checkpoint", "resume", "launch ")
 _HEADINGS = {
-    "differs": "Not carried over, and it changes what is learned:",
+    "differs": "Not carried over, and what is learned may differ:",
     "": "Not carried over; files, figures, speed or memory may differ:",
     "unknown": "Not in the table of the tool's keys:",
 }
@@ -426,7 +426,8 @@ def convert_config(file: Path, tool: str | None, folder: Path, devices: int | No
     values = {**given, **defaults}
     for key in sorted(values, key=lambda key: peer_table().keys.index(row) if (row := rows[key]) else -1):
         conversion.carry(key, values[key])
-    devices = devices or int(given.get("num_processes") or 1)
+    said = given.get("num_processes")
+    devices = devices or (said if isinstance(said, int) else 1)
     batch = _complete(conversion, devices)
     launch, recipe = conversion.found.pop("launch"), _nested(conversion.found)
     try:
@@ -494,9 +495,7 @@ def _complete(conversion: _Conversion, devices: int) -> str:
     total = found.setdefault("batch.global_size", rows * accumulation * devices)
     found.setdefault("launch", "single" if devices == 1 else "fsdp" if tool == "torchtune" else "ddp")
     if found.get("eval.patience") and not found.get("eval.every_steps"):
-        conversion.leave(
-            "differs", "early_stopping_patience", "eval.patience needs eval.every_steps, a number of steps"
-        )
+        conversion.leave("differs", "early_stopping_patience", "eval.patience needs a number in eval.every_steps")
         del found["eval.patience"]
     sources = found.get("data.train", []) + found.get("data.validation", [])
     formats = {source["format"] for source in sources if "format" in source}
@@ -513,9 +512,7 @@ def _complete(conversion: _Conversion, devices: int) -> str:
             del found[key]
     if "batch_size" in given and tool != "torchtune":
         return f"Global batch: {total} rows, by batch_size."
-    product = (
-        f"{rows} rows a device x {accumulation} accumulation x {devices} {'device' if devices == 1 else 'devices'}"
-    )
+    product = f"{rows} rows a device x {accumulation} accumulation x {devices} device{'s' * (devices > 1)}"
     return f"Global batch: {product} = {total} rows. For another number of devices, convert with --devices N."
 
 
