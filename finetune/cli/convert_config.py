@@ -321,7 +321,8 @@ def _factory_source(conversion: _Conversion, place: str, name: str) -> list[Valu
         raise RecipeError(f"{info} cannot be read: {error}. Mend the file.") from error
     if entry is None:
         raise _NotCarried(f"{info} has no {name}")
-    columns, tags, listed = entry.get("columns", {}), entry.get("tags", {}), entry.get("formatting") == "sharegpt"
+    tags, listed = entry.get("tags", {}), entry.get("formatting") in ("sharegpt", "openai")
+    columns = entry.get("columns") or ({"messages": "conversations"} if listed else {})
     if entry.get("ranking") or {"images", "videos", "audios", "kto_tag", "chosen"} & columns.keys():
         raise _NotCarried(f"{name} has preferences, images or sound, and only text is read")
     limit = entry.get("num_samples") or given.get("max_samples")
