@@ -480,7 +480,7 @@ def _read_config(file: Path) -> Values:
 def _recognise(file: Path, tree: Values) -> str:
     hits = {tool: len(keys) for tool, keys in count_keys(tree).items()}
     best = [tool for tool, number in hits.items() if number == max(hits.values())]
-    if len(best) > 1 or hits[best[0]] < 3:
+    if len(best) > 1 or hits[best[0]] < 2:
         raise RecipeError(
             f"{file} could be a config of {' or '.join(map(tool_name, best))}: of its {len(tree)} keys, each knows "
             f"{hits[best[0]]}. Say which by --from, one of {', '.join(CONVERTED)}."

@@ -157,6 +157,15 @@ def test_trl(tmp_path: Path) -> None:
     assert "Not carried over" not in said
 
 
+def test_the_shortest_config(tmp_path: Path) -> None:
+    recipe, said = converted(tmp_path, {"model_name_or_path": "org/model", "dataset_name": "org/talks"})
+    assert "is a config of TRL" in said
+    assert recipe.chat is not None
+    assert recipe.chat.train_on == "all"
+    assert "write `completions`" in said.lower()
+    assert recipe.lora is None
+
+
 def test_axolotl(tmp_path: Path) -> None:
     recipe, said = converted(tmp_path, AXOLOTL)
     talks, texts = recipe.data.train
