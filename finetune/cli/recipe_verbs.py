@@ -1,4 +1,4 @@
-"""Verbs that take a recipe: init, launch, explain, doctor, data, show, plan, schema."""
+"""Verbs that make or take a recipe: init, convert, launch, explain, doctor, data, show, plan, schema."""
 
 import argparse
 import json
@@ -13,6 +13,8 @@ from finetune.utils import hub_access
 from finetune.utils.library_imports import quick_imports, silence_libraries
 from finetune.utils.shipped_files import recipe_file
 
+# Those of `peer_keys`, which is not imported before it is needed.
+CONVERTED_TOOLS = ("trl", "axolotl", "llama-factory", "torchtune")
 _RECIPE = "a recipe, by name or path: sample, my/recipe.yaml"
 
 
@@ -26,6 +28,16 @@ def add_verbs(verbs: Any) -> None:
     adapters = verb.add_mutually_exclusive_group()
     for kind, what in (("lora", "train adapters"), ("qlora", "train adapters on a model in 4 bits")):
         adapters.add_argument(f"--{kind}", dest="adapters", action="store_const", const=kind, help=what)
+
+    verb = arguments.add_verb(verbs, convert)
+    verb.add_argument("file", type=os.path.expanduser, metavar="FILE", help="a config of one of these tools, in YAML")
+    text = "the tool that it is for (default: told by its keys)"
+    verb.add_argument("--from", dest="tool", choices=CONVERTED_TOOLS, help=text)
+    verb.add_argument(
+        "--output", dest="folder", default=".", metavar="DIR", help="folder of recipe.yaml (default: the current one)"
+    )
+    text = "processes of the run, which multiply the batch (default: what the config says, or 1)"
+    verb.add_argument("--devices", type=int, metavar="N", help=text)
 
     verb = arguments.add_verb(verbs, launch)
     arguments.add_launch_arguments(verb, required=True)
@@ -85,6 +97,13 @@ def init(parsed: argparse.Namespace) -> None:
 
     project = Project(parsed.task, parsed.model, parsed.data, parsed.adapters)
     print("\n".join(write_project(Path(parsed.folder), project)))
+
+
+def convert(parsed: argparse.Namespace) -> None:
+    """Make a recipe of a config of TRL, Axolotl, LLaMA-Factory or torchtune."""
+    from finetune.cli.convert_config import convert_config
+
+    print("\n".join(convert_config(Path(parsed.file), parsed.tool, Path(parsed.folder), parsed.devices)))
 
 
 def launch(parsed: argparse.Namespace) -> None:

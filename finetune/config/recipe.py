@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from finetune.config import file_kinds
+from finetune.config.peer_keys import called_here
 from finetune.config.provenance import Origin
 from finetune.config.recipe_schema import Recipe, Section, ranking, section_in
 from finetune.utils.errors import RecipeError
@@ -52,7 +53,7 @@ class TaskTraits:
     """True if a row is one document with a class."""
 
 
-class _Loader(yaml.SafeLoader):
+class RecipeLoader(yaml.SafeLoader):
     """Reads YAML as users expect it: `1e-4` is a number, and a key given twice is an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -68,7 +69,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes what `_Loader` reads back: a text that looks like a number gets quotes, a rare line break an escape."""
+    """Writes what `RecipeLoader` reads: a text that looks like a number gets quotes, a rare line break an escape."""
 
     def text(self, value: str) -> yaml.ScalarNode:
         # PyYAML writes Unicode's own line breaks as they are, and reads them as an ordinary one.
@@ -81,7 +82,7 @@ _Dumper.add_representer(str, _Dumper.text)
 
 # PyYAML follows YAML 1.1, in which `1e-4` is a string; 1.2's rule is what everybody writes.
 _NUMBER = re.compile(r"^[-+]?(?:[0-9][0-9_]*\.?[0-9]*(?:[eE][-+]?[0-9]+)|[0-9]+\.[0-9]*|\.[0-9]+)$")
-for _kind_of_yaml in (_Loader, _Dumper):
+for _kind_of_yaml in (RecipeLoader, _Dumper):
     _kind_of_yaml.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+0123456789."))
 
 
@@ -133,7 +134,7 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
         advice = f"Name a YAML file, or one of the recipes that ship: {', '.join(known)}."
         raise RecipeError.of(str(file), [problem], advice) from error
     try:
-        tree = parse(text, _Loader)
+        tree = parse(text, RecipeLoader)
     except YamlProblem as error:
         raise RecipeError(f"{error.at(file)}: the recipe is not valid YAML: {error}.") from error
     tree = {} if tree is None else tree
@@ -231,7 +232,12 @@ def _with_short_form(schema: dict[str, Any], field: FieldInfo) -> dict[str, Any]
 
 def dump_recipe(recipe: Recipe) -> str:
     """Returns the full recipe, defaults included, as YAML that `load_recipe` reads back to an equal recipe."""
-    return yaml.dump(recipe.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    return dump_tree(recipe.model_dump(mode="json"))
+
+
+def dump_tree(tree: Mapping[str, Any]) -> str:
+    """Returns keys and values of a recipe as YAML that `RecipeLoader` reads back."""
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def json_schema() -> dict[str, Any]:
@@ -346,7 +352,7 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     if not equals or not all(keys):
         raise RecipeError(f"The override '{override}' is not of the form key.key=value, as in optim.lr=1e-4.")
     try:
-        parsed = parse(value, _Loader)
+        parsed = parse(value, RecipeLoader)
     except YamlProblem as error:
         raise RecipeError(f"The value in '{override}' is not valid YAML: {error}.") from error
     annotation = RECIPE_FIELDS[path].annotation if path in RECIPE_FIELDS else None
@@ -399,8 +405,8 @@ def _problem(item: Any) -> str:
         return f"{key}: {_RENAMED[key]}"
     if kind == "extra_forbidden":
         known = _known_keys(item["loc"][:-1])
-        if (ours := file_kinds.KEY_OF_OTHER_NAME.get(location[-1], key)) != key:
-            return f"{key}: unknown key; write {ours}"
+        if (said := called_here(location[-1])) is not None:
+            return f"{key}: unknown key; {said}"
         typos = difflib.get_close_matches(location[-1], _WHAT_IS_TRAINED, cutoff=_TYPO)
         close = [name for name in known if name not in _WHAT_IS_TRAINED or name in typos]
         return f"{key}: unknown key{hint(location[-1], close, cutoff=0.6)} (allowed: {', '.join(known)})"

@@ -19,8 +19,7 @@ from testdata import MODEL
 from transformers.modeling_rope_utils import RopeParameters
 
 from finetune.cli.main import main
-from finetune.config import file_kinds
-from finetune.config.recipe import RECIPE_FIELDS, divisors, dump_recipe, json_schema, load_recipe, validate_recipe
+from finetune.config.recipe import divisors, dump_recipe, json_schema, load_recipe, validate_recipe
 from finetune.config.recipe_schema import Recipe, Section
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.launch.launch_file import read_launch_file
@@ -489,7 +488,7 @@ def test_a_file_of_another_kind_is_told_as_such(tmp_path: Path) -> None:
     other = {
         "a launch file": LAUNCH_FILES,
         "a DeepSpeed config": DS_CONFIGS,
-        "a config of axolotl": {"base_model": "x", "datasets": [], "sequence_len": 3, "learning_rate": 1},
+        "a config of Axolotl": {"base_model": "x", "datasets": [], "sequence_len": 3, "learning_rate": 1},
         "TRL": {"model_name_or_path": "x", "learning_rate": 1, "output_dir": "x", "warmup_ratio": 0.1},
         "LLaMA-Factory": {"stage": "sft", "finetuning_type": "lora", "template": "x", "cutoff_len": 3, "dataset": "x"},
         "mixed_precision": {"compute_environment": "LOCAL_MACHINE", "mixed_precision": "bf16"},
@@ -506,23 +505,6 @@ def test_a_file_of_another_kind_is_told_as_such(tmp_path: Path) -> None:
         load_recipe("ddp")
     with pytest.raises(BackendError, match="sample is a recipe that ships, not a launch file"):
         read_launch_file("sample")
-
-
-def test_keys_of_other_tools_are_answered_with_ours() -> None:
-    for key in file_kinds.OTHER_NAMES:
-        assert key in RECIPE_FIELDS
-    for key, ours_is in {
-        "lora.target_modules": "lora.targets",
-        "lora.lora_r": "lora.rank",
-        "lora_alpha": "lora.alpha",
-        "batch.per_device_train_batch_size": "batch.micro_size",
-        "learning_rate": "optim.lr",
-        "length.num_train_epochs": "length.epochs",
-        "data.max_seq_length": "data.sequence_length",
-    }.items():
-        above, _, name = key.rpartition(".")
-        said = refusal({above: {**WHOLE.get(above, {}), name: 1}} if above else {name: 1})
-        assert f"{key}: unknown key; write {ours_is}" in said
 
 
 def test_no_guess_changes_what_is_trained() -> None:

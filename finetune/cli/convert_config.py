@@ -1,0 +1,530 @@
+"""Turns a config of TRL, Axolotl, LLaMA-Factory or torchtune into a recipe, and names the launch file that fits.
+
+Keys are carried over as `config/peer_keys.yaml` says; functions here do it where a value is not taken as it is.
+"""
+
+import json
+import re
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from finetune.config.peer_keys import CONVERTED, PeerKey, count_keys, find_peer_key, json_word, peer_table, tool_name
+from finetune.config.provenance import flat
+from finetune.config.recipe import RECIPE_FIELDS, RecipeLoader, dump_tree, validate_recipe
+from finetune.data.sources.conversation_formats import ROLES
+from finetune.tasks.task_lookup import BUILT_IN
+from finetune.utils import json_files
+from finetune.utils.errors import RecipeError
+from finetune.utils.file_formats import read_text
+from finetune.utils.yaml_files import YamlProblem, parse
+
+Values = dict[str, Any]
+
+_DATA_SUFFIXES = (".json", ".jsonl", ".parquet", ".csv", ".txt")
+_READERS = ("json", "csv", "parquet", "text")
+# Sections whose keys change files and figures, and nothing that is learned.
+_NOT_LEARNED = ("eval", "log", "output", "checkpoint", "resume", "launch ")
+_HEADINGS = {
+    "differs": "Not carried over, and what is learned may differ:",
+    "": "Not carried over; files, figures, speed or memory may differ:",
+    "unknown": "Not in the table of the tool's keys:",
+}
+
+
+class _NotCarried(Exception):
+    """The reason why a value has no counterpart."""
+
+
+@dataclass
+class _Conversion:
+    """A recipe in the making."""
+
+    tool: str
+    file: Path
+    given: Values
+    """Keys that the config has."""
+    found: Values
+    """Dotted keys of the recipe and their values; besides, `accumulation`, and `launch`, the launch file's name."""
+    notes: list[str] = field(default_factory=list)
+    left: dict[str, dict[str, list[str]]] = field(default_factory=lambda: {kind: {} for kind in _HEADINGS})
+    """Keys that are not carried over, by kind and reason."""
+
+    def leave(self, kind: str, key: str, why: str) -> None:
+        """Notes a key that is not carried over.
+
+        Raises:
+            RecipeError: If no recipe can be written without it.
+        """
+        if kind == "refused":
+            raise RecipeError(
+                f"{self.file}: {key} is {json_word(self.given.get(key))[:60]}, and {why}. Nothing is written. Convert "
+                "a config of supervised fine-tuning or pre-training on text."
+            )
+        self.left[kind].setdefault(why, []).append(key)
+
+    def carry(self, key: str, value: Any) -> None:
+        """Carries over one key of the tool."""
+        row = find_peer_key(self.tool, key)
+        if row is None:
+            self.leave("unknown", key, f"got {json_word(value)[:60]}")
+        elif value is not None:
+            try:
+                self.found |= self._translated(row, key, value)
+            except _NotCarried as reason:
+                learned = row.here and not row.here.startswith(_NOT_LEARNED)
+                self.leave(row.then or ("differs" if learned else ""), key, str(reason))
+            except RecipeError:
+                raise
+            except (TypeError, ValueError, AttributeError, LookupError):
+                self.leave("differs", key, f"{json_word(value)[:60]} is no value that {tool_name(self.tool)} takes")
+
+    def _translated(self, row: PeerKey, key: str, value: Any) -> Values:
+        """Returns what a value is here, by keys of the recipe.
+
+        Raises:
+            _NotCarried: If it is nothing here.
+        """
+        if row.values is not None:
+            value = value[0] if isinstance(value, list) and len(value) == 1 else value
+            if isinstance(value, str | float | int) and value in row.values:
+                ours = row.values[value]
+                return ours if isinstance(ours, dict) else {} if ours is None else {row.here: ours}
+        if row.rule and row.rule != "same":
+            return RULES[row.rule](self, key, row.here, value)
+        if row.why and row.values is None and (not value or value == "none"):
+            return {}  # it asks for nothing
+        if row.why:
+            raise _NotCarried(row.why)
+        if row.values is not None and row.rule != "same":
+            more = row.how or ", ".join(map(json_word, row.values))
+            raise _NotCarried(f"{json_word(value)} has no counterpart in {row.here} ({more})")
+        return {row.here: value}
+
+
+# ---- rules of single values: what a value is here, by keys of the recipe; `here` is the table's key
+
+
+def _whole_steps(_: _Conversion, key: str, here: str, value: Any) -> Values:
+    if type(value) is not int or value < 1:
+        raise _NotCarried(f"{here} is a whole number of steps, got {json_word(value)}")
+    return {here: value}
+
+
+def _share(_: _Conversion, key: str, here: str, value: Any) -> Values:
+    if value >= 1:
+        raise _NotCarried(f"{here} is a share of the documents, got {value} documents; 0.01 is held out")
+    return {here: value}
+
+
+def _names(_: _Conversion, key: str, here: str, value: Any) -> Values:
+    if isinstance(value, str) and value.replace(",", "").replace(" ", "").isidentifier():
+        return {here: [name.strip() for name in value.split(",")]}
+    return {here: "all-linear" if value in ("all-linear", ["all-linear"]) else value}
+
+
+def _warmup(conversion: _Conversion, key: str, here: str, value: Any) -> Values:
+    if key == "warmup_ratio" or 0 < value < 1:
+        return {"schedule.warmup_fraction": value}
+    # Without steps, transformers takes the ratio.
+    keeps_ratio = not value and conversion.given.get("warmup_ratio")
+    return {} if keeps_ratio else {here: int(value), "schedule.warmup_fraction": None}
+
+
+def _stage(conversion: _Conversion, key: str, here: str, value: Any) -> Values:
+    if value not in ("sft", "pt"):
+        conversion.leave("refused", key, "next tokens are trained, which are the stages `sft` and `pt`")
+    whole = value == "sft" or conversion.given.get("packing") is False
+    return {} if whole else {"data.packing": "wrapped", "data.remainder": "drop"}
+
+
+def _argument(conversion: _Conversion, key: str, here: str, value: Any) -> Values:
+    arguments = conversion.found.get(here, {})
+    first, second = arguments.get("betas", (0.9, 0.999))
+    betas = {"adam_beta1": [value, second], "adam_beta2": [first, value]}
+    name = "betas" if key in betas else "eps" if key.startswith("adam_eps") else key.rpartition(".")[2]
+    return {here: {**arguments, name: betas.get(key, value)}}
+
+
+def _template(_: _Conversion, key: str, here: str, value: Any) -> Values:
+    if Path(str(value)).is_file() or str(value).endswith(".jinja"):
+        return {here: value}
+    raise _NotCarried(f"the tokenizer's own template is taken; where it has another or none, name a file in {here}")
+
+
+def _special_tokens(_: _Conversion, key: str, here: str, value: Any) -> Values:
+    if set(value) - {"pad_token"}:  # padding is never seen
+        raise _NotCarried("the tokenizer's own special tokens are taken")
+    return {}
+
+
+def _torchtune_model(conversion: _Conversion, key: str, here: str, value: Any) -> Values:
+    name = value.rpartition(".")[2]
+    if "vision" in value or "classifier" in name:
+        conversion.leave("refused", key, "language models alone are trained, on text")
+    return ({here: True} if "lora_" in name else {}) | ({"model.quantization": "nf4"} if "qlora_" in name else {})
+
+
+def _torchtune_targets(conversion: _Conversion, key: str, here: str, value: Any) -> Values:
+    given = conversion.given
+    names = ["o_proj" if name == "output_proj" else name for name in given.get("model.lora_attn_modules", [])]
+    names += ["gate_proj", "up_proj", "down_proj"] * bool(given.get("model.apply_lora_to_mlp"))
+    return {here: names + ["lm_head"] * bool(given.get("model.apply_lora_to_output"))}
+
+
+def _deepspeed(conversion: _Conversion, key: str, here: str, value: Any) -> Values:
+    file = next((f for f in (Path(str(value)), conversion.file.parent / str(value)) if f.is_file()), None)
+    if isinstance(value, dict) or file is not None:
+        text = read_text(file) if file is not None else json.dumps(value)
+        stage, offload = re.search(r'"stage"\s*:\s*([0-3])', text), re.search(r'"device"\s*:\s*"(cpu|nvme)"', text)
+    else:
+        stage, offload = re.search("z(?:ero)?_?([0-3])", value.lower()), re.search("offload", value)
+        conversion.notes.append(f"There is no file {value}: the launch file is chosen by its name.")
+    if stage is None:
+        raise _NotCarried(f"{json_word(value)[:60]} says no stage of ZeRO; name the launch file zero1, zero2 or zero3")
+    if offload and stage[1] != "3":
+        conversion.leave("", key, "offloading below stage 3 is written into a copy of ds_configs/zero2.json")
+    suffix = "" if not offload or stage[1] != "3" else "_nvme" if "nvme" in offload[0] else "_offload"
+    return {"launch": f"zero{stage[1]}{suffix}" if stage[1] != "0" else "ddp"}
+
+
+def _fsdp(conversion: _Conversion, key: str, here: str, value: Any) -> Values:
+    pairs = value.items() if isinstance(value, dict) else ()
+    config = {str(name).removeprefix("fsdp_"): inner for name, inner in pairs}
+    words = f"{config.get('sharding_strategy', '')} {config.get('reshard_after_forward', '')} {'' if config else value}"
+    name = conversion.found.get("launch", "fsdp")
+    if config.get("offload_params") or "offload" in words:
+        name = "fsdp_offload"
+    elif re.search("grad_op|false", words.lower()):
+        name = "fsdp_grad_op"
+    elif "hybrid" in words.lower():
+        name = "hsdp"
+    known = {"version", "offload_params", "activation_checkpointing", "reshard_after_forward", "sharding_strategy"}
+    if rest := sorted(config.keys() - known):
+        conversion.leave("", key, f"the launch file that ships decides {', '.join(rest)}")
+    recompute = {"model.gradient_checkpointing": True} if config.get("activation_checkpointing") else {}
+    return {"launch": name, **recompute} if value else {}
+
+
+# ---- sources of data
+
+
+def _datasets(conversion: _Conversion, key: str, here: str, value: Any) -> Values:
+    if isinstance(value, str):
+        value = value.split(",") if conversion.tool == "llama-factory" else [value]
+    sources = []
+    for number, entry in enumerate(value if isinstance(value, list) else [value]):
+        try:
+            sources += _SOURCES[conversion.tool](conversion, f"{key}.{number}", entry)
+        except _NotCarried as reason:
+            conversion.leave("differs", f"{key}.{number}", str(reason))
+    return {here: sources, **({"data.packing": "wrapped"} if key == "pretraining_dataset" else {})}
+
+
+def _places(name: str, entry: Mapping[str, Any], **more: Any) -> list[Values]:
+    """Returns sources for a path or a name on the hub, with what its entry says of subset, split and files."""
+    files = entry.get("data_files") or []
+    if files and name not in _READERS:
+        raise _NotCarried(f"data_files of {name}: name the files themselves as sources, or a configuration of it")
+    if files or name.startswith((".", "/", "~")) or name.endswith(_DATA_SUFFIXES) or Path(name).exists():
+        if "[" in (entry.get("split") or ""):
+            raise _NotCarried(f"{entry['split']} of {name}: a part of local files is not read; write it to a file")
+        paths = [files] if isinstance(files, str) else files or [name]
+        return [{"path": path, **more} for path in paths]
+    subset = entry.get("name") or entry.get("subset")
+    given = {"hub": name, "hub_config": subset, "revision": entry.get("revision"), "split": entry.get("split")}
+    return [{key: value for key, value in given.items() if value is not None} | more]
+
+
+def _leave_rest(conversion: _Conversion, place: str, entry: Mapping[str, Any], used: str) -> None:
+    """Notes keys of an entry that are not among those used, and say something."""
+    for name in sorted(entry.keys() - set(used.split())):
+        if entry[name] is not None:
+            conversion.leave("differs", f"{place}.{name}", "sources of data have no such key")
+
+
+def _add_roles(conversion: _Conversion, roles: Mapping[str, str]) -> None:
+    if new := {name: role for name, role in roles.items() if ROLES.get(name) != role}:
+        conversion.found["chat.roles"] = {**conversion.found.get("chat.roles", {}), **new}
+
+
+def _trl_source(conversion: _Conversion, place: str, entry: Any) -> list[Values]:
+    given = conversion.given
+    if isinstance(entry, str):
+        entry = {"path": entry, "name": given.get("dataset_config"), "split": given.get("dataset_train_split")}
+        if given.get("eval_strategy", "no") not in ("no", False):
+            test = {**entry, "split": given.get("dataset_test_split", "test")}
+            places = [place for place in _places(test["path"], test) if "hub" in place]
+            conversion.found |= {"data.validation": places} if places else {}
+    _leave_rest(conversion, place, entry, "path name split data_files")
+    if "dataset_text_field" in given:
+        return _places(entry["path"], entry, text_field=given["dataset_text_field"])
+    if not {"assistant_only_loss", "completion_only_loss"} & given.keys():
+        conversion.found["chat.train_on"] = "all"
+        conversion.notes.append(
+            "TRL looks at the data, and this does not: chat.train_on is `all`, which is right for `messages`. Write "
+            "`completions` if records are `prompt` and `completion`, and remove `chat` if they are plain text."
+        )
+    return _places(entry["path"], entry, format="auto")
+
+
+def _axolotl_source(conversion: _Conversion, place: str, entry: Mapping[str, Any]) -> list[Values]:
+    said: Any = entry.get("type") or "pretrain"
+    used = "path type split name data_files revision ds_type trust_remote_code"
+    kind = "fields" if isinstance(said, dict) else re.split("[:.]", said)[0]
+    if kind == "fields":
+        theirs = {"user": "instruction", "input": "input", "assistant": "output", "system": "system"}
+        fields = {ours: said[f"field_{name}"] for ours, name in theirs.items() if said.get(f"field_{name}")}
+        more: Values = {"format": "pairs", "fields": fields}
+    elif kind in ("chat_template", "sharegpt"):
+        used += " field_messages message_property_mappings message_field_role message_field_content roles"
+        mapped = entry.get("message_property_mappings") or {}
+        found = (mapped.get(part) or entry.get(f"message_field_{part}") for part in ("role", "content"))
+        names = {str(name) for name in found if name}
+        if names and not (names <= {"role", "content"} or names == {"from", "value"}):
+            raise _NotCarried(f"messages have `role` and `content`, or `from` and `value`, got {', '.join(names)}")
+        more = {"format": "sharegpt" if "from" in names or (kind == "sharegpt" and not names) else "messages"}
+        more |= {"fields": {"messages": entry["field_messages"]}} if entry.get("field_messages") else {}
+        roles = entry.get("roles") or {}
+        _add_roles(conversion, {name: role for role, names in roles.items() for name in names})
+    elif kind == "alpaca":
+        more = {"format": "alpaca"}
+    elif kind in ("completion", "pretrain"):
+        used += " field text_column"
+        more = {"text_field": entry.get("field") or entry.get("text_column") or "text"}
+        conversion.found["data.long_documents"] = "split"
+    else:
+        raise _NotCarried(f"data of type {said} is not read; write it as messages")
+    if kind in ("fields", "alpaca"):
+        conversion.leave("differs", f"{place}.type", "records are written by chat.template, in other words")
+    usual_values = {"roles_to_train": ["assistant"], "train_on_eos": "turn", "shards": 1}
+    rest = {name: value for name, value in entry.items() if usual_values.get(name) != value}
+    _leave_rest(conversion, place, rest, used)
+    return _places(str(entry["path"]), entry, **more)
+
+
+def _factory_source(conversion: _Conversion, place: str, name: str) -> list[Values]:
+    given, beside, name = conversion.given, conversion.file.parent, name.strip()
+    folder = Path(str(given.get("dataset_dir", "data")))
+    files = [parent / "dataset_info.json" for parent in (folder, beside / folder, beside)]
+    info = next((file for file in files if file.is_file()), None)
+    if info is None and given.get("dataset_dir") != "ONLINE":
+        raise RecipeError(
+            f"{conversion.file} names the data set {name}, and there is none of {', '.join(map(str, files))}, where "
+            "LLaMA-Factory looks it up. Copy dataset_info.json beside the config, or name its folder as dataset_dir."
+        )
+    try:
+        entry: Any = {"hf_hub_url": name} if info is None else json_files.read(info).get(name)
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"{info} cannot be read: {error}. Mend the file.") from error
+    if entry is None:
+        raise _NotCarried(f"{info} has no {name}")
+    tags, listed = entry.get("tags", {}), entry.get("formatting") in ("sharegpt", "openai")
+    columns = entry.get("columns") or ({"messages": "conversations"} if listed else {})
+    if entry.get("ranking") or {"images", "videos", "audios", "kto_tag", "chosen"} & columns.keys():
+        raise _NotCarried(f"{name} has preferences, images or sound, and only text is read")
+    limit = entry.get("num_samples") or given.get("max_samples")
+    more: Values = {} if limit is None else {"limit": limit}
+    if given.get("stage") == "pt":
+        more["text_field"] = columns.get("prompt", "instruction")
+    else:
+        theirs = {"messages": "messages"} if listed else {"user": "prompt", "input": "query", "assistant": "response"}
+        theirs |= {"system": "system", "tools": "tools", "history": "history"}
+        named = "messages" if tags.get("role_tag") == "role" else "sharegpt"
+        more["format"] = named if listed else "pairs" if columns else "alpaca"
+        fields = {ours: columns[column] for ours, column in theirs.items() if column in columns}
+        more |= {"fields": fields} if fields else {}
+        _add_roles(conversion, {tags[f"{role}_tag"]: role for role in ("user", "assistant") if f"{role}_tag" in tags})
+    if "hf_hub_url" in entry:
+        return _places(entry["hf_hub_url"], entry, **more)
+    if info is None or "file_name" not in entry:
+        raise _NotCarried(f"{name} is neither a file nor a data set on the Hugging Face hub")
+    return [{"path": str(info.parent / entry["file_name"]), **more}]
+
+
+def _torchtune_source(conversion: _Conversion, place: str, entry: Mapping[str, Any]) -> list[Values]:
+    builder, builders = str(entry.get("_component_")).rpartition(".")[2], peer_table().torchtune_data
+    if builder not in builders:
+        raise _NotCarried(f"{builder} is not read; known are {', '.join(builders)}")
+    usual, columns = builders[builder], entry.get("column_map") or {}
+    more: Values = {"format": usual["format"]}
+    if more["format"] == "text":
+        more = {"text_field": entry.get("column", "text")}
+    elif more["format"] == "pairs":
+        more["fields"] = {"user": columns.get("input", "input"), "assistant": columns.get("output", "output")}
+    elif more["format"] == "messages":
+        more["format"] = "sharegpt" if entry.get("conversation_style") == "sharegpt" else "messages"
+        more["fields"] = {"messages": entry.get("conversation_column")}
+    elif usual["format"] == "alpaca":
+        why = "the tokenizer's own template writes instruction and input, and no words of Alpaca's around them"
+        conversion.leave("differs", f"{place}._component_", why)
+    learned = {True: "all", False: "assistant", None: usual["train_on"]}[entry.get("train_on_input")]
+    packed = "documents" if entry.get("packed") else "padded"
+    conversion.found |= {"chat.train_on": learned, "data.packing": packed} if place.startswith("dataset.") else {}
+    used = "_component_ source column column_map conversation_style conversation_column train_on_input packed split"
+    _leave_rest(conversion, place, entry, used + " name subset data_files")
+    return _places(str(entry.get("source", usual.get("source"))), entry, **more)
+
+
+_SOURCES: dict[str, Callable[..., list[Values]]] = {
+    "trl": _trl_source,
+    "axolotl": _axolotl_source,
+    "llama-factory": _factory_source,
+    "torchtune": _torchtune_source,
+}
+RULES: dict[str, Callable[[_Conversion, str, str, Any], Values]] = {
+    "accumulation": lambda _, key, here, value: {"accumulation": int(value)},
+    "argument": _argument,
+    "datasets": _datasets,
+    "deepspeed": _deepspeed,
+    "fsdp": _fsdp,
+    "in_place_of_epochs": lambda _, key, here, value: {here: value, "length.epochs": None},
+    "names": _names,
+    "rank": lambda _, key, here, value: {here: value, "lora.alpha": 2 * value},
+    "share": _share,
+    "special_tokens": _special_tokens,
+    "stage": _stage,
+    "steps_of_epochs": lambda c, key, here, value: {here: value * c.given.get("epochs", 1), "length.epochs": None},
+    "template": _template,
+    "torchtune_model": _torchtune_model,
+    "torchtune_targets": _torchtune_targets,
+    "used": lambda *_: {},  # the rule of another key reads it
+    "warmup": _warmup,
+    "whole": _whole_steps,
+}
+"""Functions that carry over values, by the names that the table has for them."""
+
+
+# ---- the whole config
+
+
+def convert_config(file: Path, tool: str | None, folder: Path, devices: int | None) -> list[str]:
+    """Writes `recipe.yaml` to a folder, from another tool's config.
+
+    Args:
+        tool: One of `CONVERTED`; None to tell it by the keys.
+        devices: Processes of the run; None for what the config says, or one.
+
+    Returns:
+        Lines with what was written, what was assumed, and every key that is not carried over.
+
+    Raises:
+        RecipeError: If the config cannot be read, no valid recipe can be made of it, or there is a recipe already.
+    """
+    tree = _read_config(file)
+    tool = tool or _recognise(file, tree)
+    given = tree
+    if tool == "torchtune":
+        given = flat({key: value for key, value in tree.items() if key not in ("dataset", "dataset_val")})
+        given |= {key: tree[key] for key in ("dataset", "dataset_val") if key in tree}
+    conversion = _Conversion(tool, file, given, {**peer_table().fixed[tool]})
+    own = {key: value for key, value in peer_table().defaults[tool].items() if given.get(key) is None}
+    rows = {key: find_peer_key(tool, key) for key in (*given, *own)}
+    told = {row.here for key, row in rows.items() if row is not None and row.here and given.get(key)}
+    defaults = {key: value for key, value in own.items() if (row := rows[key]) and row.here not in told}
+    values = {**given, **defaults}
+    for key in sorted(values, key=lambda key: peer_table().keys.index(row) if (row := rows[key]) else -1):
+        conversion.carry(key, values[key])
+    said = given.get("num_processes")
+    devices = devices or (said if isinstance(said, int) else 1)
+    batch = _complete(conversion, devices)
+    launch, recipe = conversion.found.pop("launch"), _nested(conversion.found)
+    try:
+        validate_recipe(recipe, None, BUILT_IN)
+    except RecipeError as error:
+        lost = "".join(f" {', '.join(keys)}: {why}." for why, keys in conversion.left["differs"].items())
+        raise RecipeError(
+            f"{file}, a config of {tool_name(tool)}, makes no valid recipe, and nothing is written. Mend the config: "
+            f"{' '.join(str(error).split())}{' Not carried over:' if lost else ''}{lost}"
+        ) from error
+    target = folder / "recipe.yaml"
+    if target.exists():
+        raise RecipeError(f"{target} is there already, and nothing is overwritten. Name another folder with --output.")
+    count = "" if launch == "single" else f" --num_processes {devices}"
+    command = f"finetune launch --config_file {launch}{count} {shlex.quote(str(target))}"
+    folder.mkdir(parents=True, exist_ok=True)
+    target.write_text(f"# From {file.name}, a config of {tool_name(tool)}.\n# {command}\n{dump_tree(recipe)}", "utf-8")
+    taken = [key for key in defaults if (row := rows[key]) and row.here in conversion.found]
+    lines = [f"{file} is a config of {tool_name(tool)}. Written: {target}", "Next:", f"    {command}", batch]
+    if taken:
+        said = ", ".join(f"{key} {json_word(defaults[key])}" for key in taken)
+        lines.append(f"Taken for keys that the config leaves out, as {tool_name(tool)} does: {said}.")
+    lines += conversion.notes
+    for kind, reasons in conversion.left.items():
+        lines += [_HEADINGS[kind]] * bool(reasons)
+        lines += [f"    {', '.join(keys)}: {why}" for why, keys in reasons.items()]
+    return lines
+
+
+def _read_config(file: Path) -> Values:
+    try:
+        text = read_text(file)
+        tree = parse(text, RecipeLoader)
+        if isinstance(tree, dict) and "${" in text:  # torchtune's references, which may name others
+            known = flat({str(key): value for key, value in tree.items()})
+            for _ in range(2):
+                text = re.sub(r"\$\{([\w.]+)\}", lambda named: str(known.get(named[1], named[0])), text)
+            tree = parse(text, RecipeLoader)
+    except YamlProblem as error:
+        raise RecipeError(f"{error.at(file)}: the config is not valid YAML: {error}. Mend it.") from error
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise RecipeError(f"The config {file} cannot be read: {reason}. Name a YAML file.") from error
+    if not isinstance(tree, dict) or not tree:
+        raise RecipeError(f"{file} must hold the keys and values of a config, as YAML. Name another file.")
+    return {str(key): value for key, value in tree.items()}
+
+
+def _recognise(file: Path, tree: Values) -> str:
+    hits = {tool: len(keys) for tool, keys in count_keys(tree).items()}
+    best = [tool for tool, number in hits.items() if number == max(hits.values())]
+    if len(best) > 1 or hits[best[0]] < 2:
+        raise RecipeError(
+            f"{file} could be a config of {' or '.join(map(tool_name, best))}: of its {len(tree)} keys, each knows "
+            f"{hits[best[0]]}. Say which by --from, one of {', '.join(CONVERTED)}."
+        )
+    return best[0]
+
+
+def _complete(conversion: _Conversion, devices: int) -> str:
+    """Adds what follows from several keys, and removes what is not in force; returns the sentence on the batch."""
+    found, given, tool = conversion.found, conversion.given, conversion.tool
+    micro, accumulation = found.get("batch.micro_size", 1), found.pop("accumulation", 1)
+    rows = micro if isinstance(micro, int) else 1
+    total = found.setdefault("batch.global_size", rows * accumulation * devices)
+    found.setdefault("launch", "single" if devices == 1 else "fsdp" if tool == "torchtune" else "ddp")
+    if found.get("eval.patience") and not found.get("eval.every_steps"):
+        conversion.leave("differs", "early_stopping_patience", "eval.patience needs a number in eval.every_steps")
+        del found["eval.patience"]
+    sources = found.get("data.train", []) + found.get("data.validation", [])
+    formats = {source["format"] for source in sources if "format" in source}
+    found["chat"] = bool(formats)
+    if tool == "axolotl" and not formats & {"messages", "sharegpt"}:
+        found["chat.template"] = "plain"
+    for source in sources:
+        source |= {"format": "text"} if found["chat"] and "text_field" in source else {}
+    if found["chat"] and found.get("data.packing") == "wrapped":
+        found["data.packing"] = "documents"
+        conversion.leave("differs", "packing", "data.packing `wrapped` would cut through conversations")
+    for section in ("lora", "chat"):
+        for key in [key for key in found if key.partition(".")[0] == section and not found.get(section)]:
+            del found[key]
+    if "batch_size" in given and tool != "torchtune":
+        return f"Global batch: {total} rows, by batch_size."
+    product = f"{rows} rows a device x {accumulation} accumulation x {devices} device{'s' * (devices > 1)}"
+    return f"Global batch: {product} = {total} rows. For another number of devices, convert with --devices N."
+
+
+def _nested(found: Values) -> Values:
+    """Returns the tree of dotted keys, in the schema's order."""
+    tree: Values = {}
+    for key in (key for key in RECIPE_FIELDS if key in found):
+        section, _, name = key.partition(".")
+        if not name:
+            tree[section] = found[key]
+        elif found[key] is not None or RECIPE_FIELDS[key].default is not None:
+            inner = tree.get(section)
+            tree[section] = {**(inner if isinstance(inner, dict) else {}), name: found[key]}
+    return tree

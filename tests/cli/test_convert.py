@@ -1,0 +1,346 @@
+"""`finetune convert`: configs of other tools become recipes that say the same, and what is lost is listed."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import testdata
+import yaml
+from forkserver import ForkServer
+from harness import environment
+
+from finetune.cli import recipe_verbs
+from finetune.cli.convert_config import convert_config
+from finetune.cli.main import build_parser, main
+from finetune.config.peer_keys import CONVERTED
+from finetune.config.recipe import load_recipe
+from finetune.config.recipe_schema import Recipe
+from finetune.tasks.task_lookup import BUILT_IN
+from finetune.utils.errors import RecipeError
+
+TRL = {
+    "model_name_or_path": "org/model",
+    "dataset_name": "org/talks",
+    "dataset_config": "en",
+    "dataset_train_split": "train_sft",
+    "assistant_only_loss": True,
+    "eval_strategy": "steps",
+    "eval_steps": 50,
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "num_train_epochs": 2,
+    "warmup_steps": 0.1,
+    "lr_scheduler_type": "constant_with_warmup",
+    "use_peft": True,
+    "load_in_4bit": True,
+    "optim": "paged_adamw_8bit",
+    "report_to": ["wandb"],
+}
+AXOLOTL = {
+    "base_model": "org/model",
+    "adapter": "qlora",
+    "load_in_4bit": True,
+    "lora_r": 8,
+    "lora_alpha": 16,
+    "lora_target_linear": True,
+    "datasets": [
+        {
+            "path": "org/talks",
+            "type": "chat_template",
+            "field_messages": "turns",
+            "message_property_mappings": {"role": "from", "content": "value"},
+            "roles": {"user": ["customer"], "assistant": ["agent"]},
+        },
+        {"path": "json", "data_files": ["more.jsonl"], "type": "completion", "field": "body"},
+    ],
+    "sequence_len": 512,
+    "sample_packing": True,
+    "val_set_size": 0.05,
+    "micro_batch_size": 2,
+    "gradient_accumulation_steps": 4,
+    "num_epochs": 3,
+    "optimizer": "adamw_bnb_8bit",
+    "lr_scheduler": "cosine",
+    "learning_rate": "2e-4",
+    "adam_beta2": 0.95,
+    "warmup_ratio": 0.1,
+    "bf16": "auto",
+    "saves_per_epoch": 2,
+    "special_tokens": {"pad_token": "<pad>"},
+    "wandb_entity": None,
+}
+FACTORY = {
+    "model_name_or_path": "org/model",
+    "stage": "sft",
+    "do_train": True,
+    "finetuning_type": "lora",
+    "lora_target": "q_proj, v_proj",
+    "lora_rank": 4,
+    "dataset": "pairs, talks, liked",
+    "template": "llama3",
+    "cutoff_len": 256,
+    "max_samples": 100,
+    "learning_rate": 1e-4,
+    "max_grad_norm": 0,
+    "fp16": True,
+    "bf16": False,
+    "warmup_steps": 5,
+}
+INFO = {
+    "pairs": {"file_name": "pairs.json", "columns": {"prompt": "question", "response": "reply"}},
+    "talks": {"hf_hub_url": "org/talks", "formatting": "sharegpt", "split": "train_sft", "num_samples": 7},
+    "liked": {"file_name": "liked.json", "ranking": True},
+}
+TORCHTUNE = {
+    "output_dir": "out",
+    "model": {
+        "_component_": "torchtune.models.llama3.qlora_llama3_8b",
+        "lora_attn_modules": ["q_proj", "output_proj"],
+        "apply_lora_to_mlp": True,
+        "lora_rank": 8,
+        "lora_alpha": 16,
+    },
+    "tokenizer": {"_component_": "torchtune.models.llama3.llama3_tokenizer", "path": "m/t.model", "max_seq_len": None},
+    "checkpointer": {"checkpoint_dir": "models/llama", "checkpoint_files": ["a"], "output_dir": "${output_dir}/model"},
+    "dataset": {
+        "_component_": "torchtune.datasets.instruct_dataset",
+        "source": "org/pairs",
+        "column_map": {"input": "q", "output": "a"},
+        "packed": False,
+        "split": "train[:90%]",
+    },
+    "batch_size": 2,
+    "batch_size_val": "${batch_size}",
+    "epochs": 1,
+    "max_steps_per_epoch": 20,
+    "gradient_accumulation_steps": 8,
+    "optimizer": {"_component_": "torch.optim.SGD", "lr": "3e-4"},
+    "loss": {"_component_": "torchtune.modules.loss.LinearCrossEntropyLoss"},
+    "dtype": "bf16",
+}
+
+
+def converted(
+    folder: Path, config: dict[str, Any], tool: str | None = None, devices: int | None = None
+) -> tuple[Recipe, str]:
+    """Returns the recipe that is written of a config, and what is said."""
+    file = folder / "config.yaml"
+    file.write_text(yaml.safe_dump(config, sort_keys=False))
+    said = "\n".join(convert_config(file, tool, folder / "new", devices))
+    return load_recipe(folder / "new" / "recipe.yaml", tasks=BUILT_IN), said
+
+
+def refusal(folder: Path, config: dict[str, Any], tool: str | None = None) -> str:
+    with pytest.raises(RecipeError) as refused:
+        converted(folder, config, tool)
+    assert not (folder / "new").exists()
+    return str(refused.value)
+
+
+def test_trl(tmp_path: Path) -> None:
+    recipe, said = converted(tmp_path, TRL, devices=2)
+    assert "is a config of TRL" in said
+    (source,), (held_out,) = recipe.data.train, recipe.data.validation
+    assert (source.hub, source.hub_config, source.split, held_out.split) == ("org/talks", "en", "train_sft", "test")
+    assert (recipe.batch.micro_size, recipe.batch.global_size) == (4, 16)
+    assert "4 rows a device x 2 accumulation x 2 devices = 16 rows" in said
+    assert (recipe.schedule.name, recipe.schedule.warmup_fraction) == ("constant", 0.1)
+    assert recipe.chat is not None
+    assert (recipe.chat.train_on, recipe.eval.every_steps, recipe.optim.name) == ("assistant", 50, "PagedAdamW8bit")
+    assert recipe.lora is not None
+    # TRL's and PEFT's own values, where the config says nothing.
+    assert (recipe.lora.rank, recipe.lora.alpha, recipe.lora.targets) == (16, 32, ("q_proj", "v_proj"))
+    assert (recipe.optim.lr, recipe.optim.weight_decay, recipe.data.sequence_length) == (2e-5, 0.0, 1024)
+    assert (recipe.model.quantization, recipe.model.double_quantization) == ("nf4", False)
+    assert (recipe.data.packing, recipe.precision, recipe.log.trackers) == ("padded", "bf16", ("wandb",))
+    assert "Not carried over" not in said
+
+
+def test_the_shortest_config(tmp_path: Path) -> None:
+    recipe, said = converted(tmp_path, {"model_name_or_path": "org/model", "dataset_name": "org/talks"})
+    assert "is a config of TRL" in said
+    assert recipe.chat is not None
+    assert recipe.chat.train_on == "all"
+    assert "write `completions`" in said.lower()
+    assert recipe.lora is None
+
+
+def test_axolotl(tmp_path: Path) -> None:
+    recipe, said = converted(tmp_path, AXOLOTL)
+    talks, texts = recipe.data.train
+    assert (talks.hub, talks.format, talks.fields) == ("org/talks", "sharegpt", {"messages": "turns"})
+    assert (texts.path, texts.format, texts.text_field) == ("more.jsonl", "text", "body")
+    assert recipe.chat is not None
+    assert recipe.chat.roles == {"customer": "user", "agent": "assistant"}
+    assert (recipe.chat.template, recipe.chat.too_long) == (None, "drop")
+    assert recipe.lora is not None
+    assert (recipe.lora.rank, recipe.lora.alpha, recipe.lora.targets) == (8, 16, "all-linear")
+    assert (recipe.data.packing, recipe.data.sequence_length, recipe.data.validation_fraction) == (
+        "documents",
+        512,
+        0.05,
+    )
+    assert (recipe.batch.micro_size, recipe.batch.global_size, recipe.length.epochs) == (2, 8, 3)
+    assert (recipe.optim.name, recipe.optim.lr, recipe.optim.args) == ("AdamW8bit", 2e-4, {"betas": [0.9, 0.95]})
+    assert (recipe.schedule.floor, recipe.schedule.warmup_fraction, recipe.precision) == (0.0, 0.1, "auto")
+    assert "saves_per_epoch: 2 has no counterpart in checkpoint.every_steps" in said
+    assert "what is learned may differ" not in said
+
+
+def test_llama_factory(tmp_path: Path) -> None:
+    (tmp_path / "dataset_info.json").write_text(json.dumps(INFO))
+    recipe, said = converted(tmp_path, FACTORY)
+    pairs, talks = recipe.data.train
+    assert pairs.path == str(tmp_path / "pairs.json")
+    assert (pairs.format, pairs.fields, pairs.limit) == ("pairs", {"user": "question", "assistant": "reply"}, 100)
+    assert (talks.hub, talks.format, talks.split, talks.limit) == ("org/talks", "sharegpt", "train_sft", 7)
+    assert "dataset.2: liked has preferences" in said
+    assert "template: the tokenizer's own template is taken" in said
+    assert recipe.lora is not None
+    assert (recipe.lora.rank, recipe.lora.alpha, recipe.lora.targets) == (4, 8.0, ("q_proj", "v_proj"))
+    assert (recipe.optim.clip_norm, recipe.precision, recipe.schedule.warmup_steps) == (None, "fp16", 5)
+    assert (recipe.data.sequence_length, recipe.data.long_documents) == (256, "truncate")
+    assert recipe.model.gradient_checkpointing
+
+
+def test_llama_factory_pre_training(tmp_path: Path) -> None:
+    (tmp_path / "dataset_info.json").write_text(json.dumps(INFO))
+    recipe, _ = converted(tmp_path, {**FACTORY, "stage": "pt", "dataset": "pairs", "finetuning_type": "full"})
+    assert (recipe.data.packing, recipe.data.remainder, recipe.data.train[0].text_field) == (
+        "wrapped",
+        "drop",
+        "question",
+    )
+    assert recipe.chat is None
+    assert recipe.lora is None
+
+
+def test_names_of_llama_factory_need_their_table(tmp_path: Path) -> None:
+    assert "Copy dataset_info.json beside the config" in refusal(tmp_path, FACTORY)
+    recipe, _ = converted(tmp_path, {**FACTORY, "dataset": "org/talks", "dataset_dir": "ONLINE"})
+    assert recipe.data.train[0].hub == "org/talks"
+
+
+def test_torchtune(tmp_path: Path) -> None:
+    recipe, said = converted(tmp_path, TORCHTUNE, devices=4)
+    assert "config of torchtune" in said
+    assert "--config_file fsdp --num_processes 4" in said
+    (source,) = recipe.data.train
+    assert (source.hub, source.split, source.format) == ("org/pairs", "train[:90%]", "pairs")
+    assert source.fields == {"user": "q", "assistant": "a"}
+    assert recipe.model.name == "models/llama"
+    assert recipe.model.quantization == "nf4"
+    assert recipe.lora is not None
+    assert recipe.lora.targets == ("q_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    assert (recipe.length.steps, recipe.length.epochs, recipe.batch.global_size, recipe.eval.micro_size) == (
+        20,
+        None,
+        64,
+        2,
+    )
+    assert (recipe.optim.name, recipe.optim.lr, recipe.optim.weight_decay) == ("SGD", 3e-4, 0.0)
+    assert (recipe.optim.clip_norm, recipe.schedule.name, recipe.data.packing) == (None, "constant", "padded")
+    assert "tokenizer.max_seq_len 2048" in said
+
+
+@pytest.mark.parametrize(
+    ("keys", "launch"),
+    [
+        ({}, "single"),
+        ({"num_processes": 3}, "ddp --num_processes 3"),
+        ({"deepspeed": "ds/ds_z2_config.json"}, "zero2 --num_processes 1"),
+        ({"deepspeed": "zero3_bf16_cpuoffload_all.json"}, "zero3_offload --num_processes 1"),
+        ({"deepspeed": {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}}, "zero3_nvme --num"),
+        ({"fsdp": "full_shard auto_wrap"}, "fsdp --num"),
+        ({"fsdp": ["shard_grad_op"], "fsdp_config": {"fsdp_version": 2}}, "fsdp_grad_op --num"),
+        ({"fsdp": "full_shard", "fsdp_config": {"offload_params": True}}, "fsdp_offload --num"),
+        ({"accelerate_config": "zero1"}, "zero1 --num"),
+    ],
+)
+def test_launch_files(keys: dict[str, Any], launch: str, tmp_path: Path) -> None:
+    assert f"--config_file {launch}" in converted(tmp_path, {**TRL, **keys})[1]
+
+
+def test_a_deepspeed_file_is_read(tmp_path: Path) -> None:
+    (tmp_path / "mine.json").write_text('{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "none"}}}')
+    assert "--config_file zero3 --num" in converted(tmp_path, {**TRL, "deepspeed": "mine.json"})[1]
+
+
+def test_what_is_not_known_is_listed(tmp_path: Path) -> None:
+    more = {
+        "brand_new": 3,
+        "neftune_noise_alpha": 5,
+        "optim": "muon",
+        "weight_decay": "much",
+        "dataloader_num_workers": 2,
+    }
+    recipe, said = converted(tmp_path, {**TRL, **more, "weight_decay": 0.1})
+    learned, others, unknown = said.split("\nNot ")[1:]
+    assert "what is learned may differ" in learned
+    assert "neftune_noise_alpha: this method is not offered" in learned
+    assert "optim: muon has no counterpart in optim.name" in learned
+    assert "dataloader_num_workers: the launch file or the run decides it" in others
+    assert unknown.splitlines()[1:] == ["    brand_new: got 3"]
+    assert recipe.optim.weight_decay == 0.1
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({**FACTORY, "stage": "dpo"}, "stage is dpo, and next tokens are trained"),
+        ({**AXOLOTL, "rl": "kto"}, "rl is kto, and preferences"),
+        ({**AXOLOTL, "adapter": "llama-adapter"}, "adapter is llama-adapter"),
+        ({**AXOLOTL, "datasets": [{"path": "a", "type": "oasst"}]}, "datasets.0: data of type oasst is not read"),
+        ({**AXOLOTL, "micro_batch_size": "two"}, "batch.micro_size: give a whole number above 0"),
+        ({**TRL, "use_peft": False}, "quantized weights (nf4) cannot be trained"),
+        ({"learning_rate": 1, "output_dir": "x", "max_steps": 3}, "TRL or Axolotl or LLaMA-Factory"),
+        ({"one": 1}, "Say which by --from"),
+    ],
+)
+def test_what_makes_no_recipe_is_refused(config: dict[str, Any], said: str, tmp_path: Path) -> None:
+    (tmp_path / "dataset_info.json").write_text(json.dumps(INFO))
+    found = refusal(tmp_path, config)
+    assert said in found
+    assert "\n" not in found
+
+
+@pytest.mark.parametrize("text", ["- a", "a: [", "a: 1\na: 2", ""])
+def test_a_file_that_is_no_config_is_refused(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(text)
+    with pytest.raises(RecipeError, match="config"):
+        convert_config(file, None, tmp_path, None)
+
+
+def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("c.yaml").write_text(yaml.safe_dump(AXOLOTL))
+    words = ["convert", "c.yaml", "--output", "new", "--devices", "2", "--from", "axolotl"]
+    assert main(words) == 0
+    assert "finetune launch --config_file ddp --num_processes 2 new/recipe.yaml" in capsys.readouterr().out
+    assert Path("new/recipe.yaml").read_text().startswith("# From c.yaml, a config of Axolotl.\n# finetune launch")
+    assert main(words) != 0
+    assert "is there already, and nothing is overwritten" in capsys.readouterr().err
+    assert recipe_verbs.CONVERTED_TOOLS == CONVERTED
+    assert build_parser().parse_args(words).tool == "axolotl"
+
+
+def test_a_converted_recipe_trains(tmp_path: Path, fork_server: ForkServer) -> None:
+    (tmp_path / "talks.jsonl").write_text('{"question": "Who?", "reply": "Nora and her cat."}\n' * 60)
+    (tmp_path / "dataset_info.json").write_text(
+        json.dumps({"talks": {"file_name": "talks.jsonl", "columns": {"prompt": "question", "response": "reply"}}})
+    )
+    config = {
+        **FACTORY,
+        "model_name_or_path": str(testdata.MODEL),
+        "dataset": "talks",
+        "max_steps": 2,
+        "warmup_steps": 1,
+    }
+    config |= {"per_device_train_batch_size": 2, "output_dir": "run", "fp16": False}
+    converted(tmp_path, config)
+    words = ["-m", "finetune.training", "new/recipe.yaml", "chat.template=plain", "data.cache_dir=.cache"]
+    code, output = fork_server.run(words, cwd=tmp_path, env=environment())
+    assert code == 0, output[-3000:]
+    assert (tmp_path / "run" / "model").is_dir()
