@@ -30,7 +30,6 @@ COUNTED = {
     "overlap": "documents that are training documents too",
 }
 """Words for counts of a `SplitReport`."""
-_BOUNDS = {LOSSY: "max_lossy", MOJIBAKE: "max_mojibake", NUL: "max_nul", DUPLICATE_KEY: "max_duplicate_keys"}
 
 
 @dataclass(frozen=True)
@@ -244,25 +243,32 @@ def _problems(split: SplitReport, bounds: ChecksSection, labelled: bool) -> Iter
         unsupervised = chat.unsupervised
         read += chat.too_long + chat.unsupervised
     kinds = ", ".join(f"{count} {kind}" for kind, count in split.broken.items())
+    bad = f"conversations are broken ({kinds}; the first: {split.first_broken})"
     most = [
-        ("max_broken", broken, read, f"conversations are broken ({kinds}; the first: {split.first_broken})"),
-        ("max_too_long", too_long, read, "documents are longer than a row"),
-        ("max_unsupervised", unsupervised, read, "conversations hold nothing to learn"),
-        ("max_overlap", split.overlap, split.documents, "documents are training documents too"),
+        ("max_broken", bounds.max_broken, broken, read, bad),
+        ("max_too_long", bounds.max_too_long, too_long, read, "documents are longer than a row"),
+        ("max_unsupervised", bounds.max_unsupervised, unsupervised, read, "conversations hold nothing to learn"),
+        ("max_overlap", bounds.max_overlap, split.overlap, split.documents, "documents are training documents too"),
     ]
+    by_kind = {
+        LOSSY: ("max_lossy", bounds.max_lossy),
+        MOJIBAKE: ("max_mojibake", bounds.max_mojibake),
+        NUL: ("max_nul", bounds.max_nul),
+        DUPLICATE_KEY: ("max_duplicate_keys", bounds.max_duplicate_keys),
+    }
     for found in split.findings:
-        if found.kind in _BOUNDS:
+        if found.kind in by_kind:
             what = f"{WORDS[found.kind]} (the first: {found.example})"
-            most.append((_BOUNDS[found.kind], found.count, found.of, what))
+            most.append((*by_kind[found.kind], found.count, found.of, what))
     least = []
     if chat is not None:
-        least.append(("min_supervised", chat.supervised_share, "of the tokens are learned"))
+        least.append(("min_supervised", bounds.min_supervised, chat.supervised_share, "of the tokens are learned"))
     if not labelled:
-        kind = "documents" if chat is None else "examples"
-        least.append(("min_ended", split.ended_share, f"of the {kind} end in a special token that is learned"))
-    for key, count, total, what in most:
-        if count > exact_product(bound := getattr(bounds, key), total):
+        what = f"of the {'documents' if chat is None else 'examples'} end in a special token that is learned"
+        least.append(("min_ended", bounds.min_ended, split.ended_share, what))
+    for key, bound, count, total, what in most:
+        if count > exact_product(bound, total):
             yield f"{count:,} of {total:,} {what}, and checks.{key} is {bound:g}"
-    for key, share, what in least:
-        if share < (bound := getattr(bounds, key)):
+    for key, bound, share, what in least:
+        if share < bound:
             yield f"{share:.1%} {what}, and checks.{key} is {bound:g}"

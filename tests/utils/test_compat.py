@@ -22,6 +22,8 @@ PUBLIC = {"_asdict", "_exit", "_replace"}
 ALLOWED = {
     # A key of a file, read before it is known whether `datasets` is needed, which takes seconds to import.
     ("data/sources/corpus.py", "_data_files"),
+    # A key of torchtune's configs.
+    ("cli/convert_config.py", "_component_"),
 }
 
 
