@@ -1,8 +1,9 @@
-"""Verbs that take weights: export, generate, chat, eval."""
+"""Verbs that take weights: export, generate, chat, predict, eval."""
 
 import argparse
 import json
 import os
+import sys
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.cli import arguments
 from finetune.utils import hub_access
 from finetune.utils.compat.library_versions import require_installed, untested_versions
-from finetune.utils.errors import RecipeError
+from finetune.utils.errors import CheckpointError, RecipeError
 from finetune.utils.hub_access import go_offline_if_unreachable
 from finetune.utils.library_imports import silence_libraries
 
@@ -46,15 +47,25 @@ def add_verbs(verbs: Any) -> None:
     _add_sampling_arguments(verb)
     arguments.add_weights_arguments(verb)
 
+    verb = arguments.add_verb(verbs, predict)
+    verb.add_argument("run", help="a classifier: a run, checkpoint, adapter, export, model directory or hub name")
+    verb.add_argument("file", type=os.path.expanduser, help="documents, as the recipe's `path` takes them")
+    text = "write to this file, .jsonl or .csv by its ending (default: JSON lines on stdout)"
+    verb.add_argument("--output", type=os.path.expanduser, metavar="FILE", help=text)
+    _add_field_arguments(verb)
+    verb.add_argument("--batch-size", type=int, default=32, metavar="N", help="documents a forward pass (default: 32)")
+    arguments.add_weights_arguments(verb)
+
     verb = arguments.add_verb(verbs, evaluate, "eval")
     verb.add_argument("run", help=_ANY_MODEL)
     on = verb.add_mutually_exclusive_group(required=True)
-    text = "compute loss and perplexity on files, directories or globs, as the recipe's `path` takes them"
+    text = "compute loss and perplexity, or figures of each class, on files, as the recipe's `path` takes them"
     on.add_argument("--data", nargs="+", type=os.path.expanduser, metavar="FILE", help=text)
     text = "run tasks of lm-evaluation-harness: names, task files or folders"
     on.add_argument("--harness", nargs="+", type=os.path.expanduser, metavar="TASK", help=text)
-    text = "the field that holds the text (default: that of the data of the run, or `text`)"
-    verb.add_argument("--text-field", metavar="NAME", help=text)
+    _add_field_arguments(verb)
+    text = "the field that holds the class of a document (default: that of the data of the run, or `label`)"
+    verb.add_argument("--label-field", metavar="NAME", help=text)
     text = "with --data: the files hold conversations (known for runs on such); with --harness: apply the chat template"
     verb.add_argument("--chat", action="store_true", help=text)
     verb.add_argument("--num-fewshot", type=int, metavar="N", help="with --harness: examples before each question")
@@ -62,6 +73,11 @@ def add_verbs(verbs: Any) -> None:
     verb.add_argument("--batch-size", type=int, metavar="N", help="with --harness: texts a forward pass (default: 8)")
     arguments.add_json_argument(verb)
     arguments.add_weights_arguments(verb)
+
+
+def _add_field_arguments(verb: argparse.ArgumentParser) -> None:
+    text = "the field that holds the text (default: that of the data of the run, or `text`)"
+    verb.add_argument("--text-field", metavar="NAME", help=text)
 
 
 def _add_sampling_arguments(verb: argparse.ArgumentParser) -> None:
@@ -95,6 +111,7 @@ def generate(parsed: argparse.Namespace) -> None:
     write = partial(print, end="", flush=True)
     options = SamplingOptions(parsed.max_new_tokens, parsed.temperature, parsed.top_k, parsed.top_p, parsed.seed)
     opened = _open(parsed)
+    opened.require_text()
     if not parsed.chat:
         write(parsed.prompt)
     generate_text(opened, parsed.prompt, options, write, chat=parsed.chat)
@@ -113,7 +130,46 @@ def chat(parsed: argparse.Namespace) -> None:
         # --step and --base are of the first.
         other = argparse.Namespace(**{**vars(parsed), "run": parsed.against, "step": None, "base": None})
         models[parsed.against if parsed.against != parsed.run else "again"] = _open(other)
+    for opened in models.values():
+        opened.require_text()
     ChatSession(models, options, parsed.system).talk()
+
+
+def predict(parsed: argparse.Namespace) -> None:
+    """Predict the class of each document of a file with a classifier."""
+    target = Path(parsed.output) if parsed.output is not None else None
+    if parsed.batch_size < 1:
+        raise RecipeError(f"--batch-size is {parsed.batch_size}; give 1 or more.")
+    if target is not None:
+        if target.suffix not in (".jsonl", ".csv"):
+            raise RecipeError(f"--output {target} ends in '{target.suffix}'. Name a file that ends in .jsonl or .csv.")
+        if not target.absolute().parent.is_dir() or target.is_dir():
+            raise RecipeError(f"--output {target} cannot be written: name a file in a folder that is there.")
+        if target.exists() and target.resolve() == Path(parsed.file).resolve():
+            raise RecipeError(f"--output {target} is the file that is read. Name another.")
+    opened = _open(parsed, exact=True)
+    opened.require_classes()
+    from finetune.export import evaluate_files, predict_files
+    from finetune.utils.atomic_files import write_text
+
+    with evaluate_files.told_in_flags():
+        recipe = evaluate_files.recipe_of(opened, [parsed.file], fields=_fields(parsed))
+        found = predict_files.predict_files(opened, recipe, parsed.batch_size)
+        if target is None:
+            sys.stdout.writelines(predict_files.json_lines(found, opened.class_names))
+            return
+        as_lines = predict_files.csv_lines if target.suffix == ".csv" else predict_files.json_lines
+        lines = list(as_lines(found, opened.class_names))
+    try:
+        write_text(target, "".join(lines))
+    except OSError as error:
+        raise CheckpointError(f"--output {target} cannot be written: {error.strerror or error}.") from error
+    arguments.to_stderr(f"Written: {len(lines) - (target.suffix == '.csv'):,} documents into {target}.")
+
+
+def _fields(parsed: argparse.Namespace) -> dict[str, str | None]:
+    """Keys of a source that the command line gives."""
+    return {name: getattr(parsed, name, None) for name in ("text_field", "label_field")}
 
 
 def evaluate(parsed: argparse.Namespace) -> None:
@@ -128,10 +184,13 @@ def evaluate(parsed: argparse.Namespace) -> None:
     from finetune.export import evaluate_files
 
     with evaluate_files.told_in_flags():
-        recipe = evaluate_files.recipe_of(opened, parsed.data, text_field=parsed.text_field, chat=parsed.chat)
+        recipe = evaluate_files.recipe_of(opened, parsed.data, fields=_fields(parsed), chat=parsed.chat)
         found = evaluate_files.evaluate_files(opened, recipe, arguments.to_stderr)
     if parsed.json:
         print(json.dumps(found))
+        return
+    if "classes" in found:
+        _print_classes(found)
         return
     print(
         f"validation loss {found['loss']:.5f}, perplexity {found['perplexity']:.7g}, over {found['targets']:,} targets "
@@ -139,17 +198,35 @@ def evaluate(parsed: argparse.Namespace) -> None:
     )
 
 
+def _print_classes(found: dict[str, Any]) -> None:
+    from finetune.tasks.class_tables import classes_table, confusion_table
+    from finetune.utils.console import plain_console, plain_table
+
+    print(
+        f"validation loss {found['loss']:.5f}, accuracy {found['accuracy']:.4f}, macro recall "
+        f"{found['recall_macro']:.4f}, macro F1 {found['f1_macro']:.4f}, over {found['targets']:,} documents"
+    )
+    for head, *rows in (classes_table(found["classes"]), confusion_table(found["confusions"], [*found["classes"]])):
+        table = plain_table(*head, right=tuple(head[1:]))
+        for row in rows:
+            table.add_row(*row)
+        print()
+        plain_console().print(table)
+
+
 def _evaluate_harness(parsed: argparse.Namespace) -> None:
     from finetune.utils.console import plain_console
 
-    if parsed.text_field is not None:
-        raise RecipeError("--text-field is for --data. Leave it out.")
+    for name, value in _fields(parsed).items():
+        if value is not None:
+            raise RecipeError(f"--{name.replace('_', '-')} is for --data. Leave it out.")
     options = {option: getattr(parsed, option) for option in _HARNESS_OPTIONS}
     for option, value in options.items():
         if value is not None and value < (least := _HARNESS_OPTIONS[option]):
             raise RecipeError(f"--{option.replace('_', '-')} is {value}; give {least} or more.")
     require_installed("lm_eval", "--harness", extra="harness")
     opened = _open(parsed, exact=True)
+    opened.require_text()
     from finetune.export import evaluate_harness
 
     if opened.home is not None:

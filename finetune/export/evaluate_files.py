@@ -1,8 +1,8 @@
-"""Validation loss and perplexity of an opened network on files."""
+"""Validation loss of an opened network on files; perplexity of a language model, and figures of each class."""
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,11 +12,12 @@ import torch
 from finetune.config.recipe import validate_recipe
 from finetune.config.recipe_schema import Recipe
 from finetune.data import prepare
+from finetune.data.class_labels import KnownClasses
 from finetune.data.progress_bar import rows_bar
 from finetune.data.rows.feed import evaluation_batches
 from finetune.export.load_model import LoadedModel
 from finetune.models import lora_adapters
-from finetune.tasks import causal_lm
+from finetune.tasks import causal_lm, metrics
 from finetune.utils.errors import DataError, RecipeError
 from finetune.utils.to_device import batch_to_device
 
@@ -26,21 +27,26 @@ _LONGEST = 1024
 _FLAGS = {
     r"data\.(train|validation)(\.\d+\.path)?( (or|and) data\.(train|validation))?": "--data",
     r"(the source's )?`text_field`": "--text-field",
+    r"(the source's )?`label_field`": "--label-field",
     r"Set chat\.template to [^.]*\.": "Open the run itself, which has one, or leave --chat out.",
 }
 
 
 def recipe_of(
-    opened: LoadedModel, files: Sequence[str], *, text_field: str | None = None, chat: bool = False
+    opened: LoadedModel, files: Sequence[str], *, fields: Mapping[str, str | None] | None = None, chat: bool = False
 ) -> Recipe:
     """Returns a recipe that reads the files as the run reads its own data, or as packed documents if it is no run.
 
     Where the network, as it is opened, would let packed documents see each other, each gets a row of its own.
 
     Args:
+        fields: Keys of a source, such as `text_field`, that replace the run's where they are given.
         chat: They hold conversations, though it is no run that says so.
     """
     longest = min(_LONGEST, opened.longest or _LONGEST)
+    if opened.task.labelled:
+        # A row is as long as its document, and no longer.
+        longest = min(opened.longest or _LONGEST, opened.tokenizer.model_max_length)
     tree: dict[str, Any] = {"data": {"sequence_length": longest}}
     origin: dict[str, Any] = {}
     if opened.recipe is not None:
@@ -55,10 +61,11 @@ def recipe_of(
     origin = {**origin, **{key: value for key, value in about.items() if key in origin}}
     if chat:
         tree.setdefault("chat", {})
-    if text_field is not None:
-        origin["text_field"] = text_field
+    origin |= {key: value for key, value in (fields or {}).items() if value is not None}
     tree["data"] |= {"train": [], "validation": [{**origin, "path": file} for file in files]}
-    if tree["data"].get("packing", "documents") == "documents":
+    if opened.task.labelled:
+        tree["data"]["packing"] = "padded"
+    elif tree["data"].get("packing", "documents") == "documents":
         network = lora_adapters.transformer(opened.network)
         found = causal_lm.sees_documents(network, opened.scores, opened.device, longest)
         limits = causal_lm.tolerances(opened.precision)
@@ -82,8 +89,11 @@ def told_in_flags() -> Iterator[None]:
 
 def evaluate_files(
     opened: LoadedModel, recipe: Recipe, say: Callable[[str], None], micro_size: int = 4
-) -> dict[str, float]:
-    """Returns mean loss per target (nats), perplexity and number of targets of the recipe's validation files.
+) -> dict[str, Any]:
+    """Returns mean loss per target (nats) and number of targets of the recipe's validation files.
+
+    Of a language model `perplexity` is added; of a classifier `accuracy`, `recall_macro`, `f1_macro`, and `classes` and
+    `confusions` as `metrics.count_classes` and `metrics.count_confusions` give them.
 
     Args:
         say: Hears what is evaluated, before that begins; a bar on a terminal shows how far it is.
@@ -91,14 +101,36 @@ def evaluate_files(
     Raises:
         DataError: If the files cannot be read or hold nothing.
     """
-    rows = prepare.prepare_data(recipe).validation
+    task, known = opened.task, None
+    if task.labelled:
+        opened.require_classes()
+        known = KnownClasses(opened.class_names, f"the classifier {opened.home or opened.tokenizer_folder}")
+    rows = prepare.prepare_data(recipe, labelled=task.labelled, known=known).validation
     if rows is None:
         raise DataError("The files of --data hold no text to evaluate. Name others.")
     loss, targets = 0.0, rows.num_targets(np.arange(len(rows)))
+    classes = torch.zeros(2, len(rows), dtype=torch.int64)
     say(f"Evaluating {len(rows):,} rows of {recipe.data.sequence_length} tokens, {targets:,} targets.")
     with torch.no_grad(), rows_bar("evaluating", len(rows)) as advance:
         for share, batch in evaluation_batches(rows, micro_size):
-            loss += float(causal_lm.CAUSAL_LM.loss_sum(opened.network, batch_to_device(batch, opened.device)).double())
+            sent = batch_to_device(batch, opened.device)
+            if task.labelled:
+                found = task.loss_and_correct(opened.network, sent)
+                classes[:, share] = torch.stack((found[2:].cpu().long(), batch["targets"]))
+                loss += float(found[0].double())
+            else:
+                loss += float(causal_lm.CAUSAL_LM.loss_sum(opened.network, sent).double())
             advance(share.size)
     mean = loss / max(1, targets)
-    return {"loss": mean, "perplexity": math.exp(min(mean, 700.0)), "targets": targets}
+    if not task.labelled:
+        return {"loss": mean, "perplexity": math.exp(min(mean, 700.0)), "targets": targets}
+    counts = metrics.count_classes(classes, opened.class_names)
+    return {
+        "loss": mean,
+        "targets": targets,
+        "accuracy": float((classes[0] == classes[1]).double().mean()),
+        "recall_macro": metrics.recall_macro(counts),
+        "f1_macro": metrics.f1_macro(counts),
+        "classes": counts,
+        "confusions": metrics.count_confusions(classes, opened.class_names),
+    }

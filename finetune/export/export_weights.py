@@ -113,6 +113,8 @@ def export_weights(
                 say(line)
             model_card.write_model_card(staging, found, kind, proof, merge.base_folder(recipe), head)
             facts = {"run": str(found.run), "step": found.step, "as": kind, "proof": proof}
+            if not head.next_token:
+                facts["classes"] = [str(job.config.id2label[number]) for number in range(job.config.num_labels)]
             write_json(staging / "export.json", {**facts, "base": found.facts.get("base")})
             sync_files(staging)
             sync_to_disk(staging)

@@ -38,6 +38,13 @@ class WeightSource:
         chat = train.get("chat")
         return None if chat is None else list(chat["ends"])
 
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """Names of the classes that it learned, in order of their numbers; none if it learned no classes."""
+        data = self.facts.get("data") or {}
+        sides = (data.get(name) or {} for name in ("train", "validation"))
+        return tuple(next((side["classes"] for side in sides if side.get("classes")), ()))
+
     def learned_stop_tokens(self, tokenizer: Any) -> list[int]:
         """Returns the tokens that the answers it learned end in; none if it learned no conversations.
 

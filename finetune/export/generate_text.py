@@ -81,7 +81,9 @@ def generate_text(
 
     Raises:
         DataError: If there is no chat template, or no room after the prompt.
+        RecipeError: If the model writes no text.
     """
+    opened.require_text()
     tokenizer = opened.tokenizer
     if isinstance(prompt, str) and not chat:
         ids = prompts.text_tokens(tokenizer, prompt)

@@ -1,6 +1,6 @@
 """Loads a model from a run, a checkpoint, an adapter, an export, a model directory or the hub."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,17 +15,22 @@ from finetune.config.recipe_schema import Recipe
 from finetune.export import find_weights, merge
 from finetune.models import lora_adapters, pretrained_files, prompts
 from finetune.models.heads import NEXT_TOKEN
-from finetune.tasks import causal_lm
-from finetune.tasks.task import Batch, TaskData
-from finetune.tasks.task_lookup import head_of
+from finetune.tasks import causal_lm, classification
+from finetune.tasks.task import Batch, Task, TaskData
+from finetune.tasks.task_lookup import built_in_task, named_task
+from finetune.utils import json_files
 from finetune.utils.errors import CheckpointError, RecipeError
+
+_NEITHER = "is no causal language model and no classifier of documents: it cannot be opened here."
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A causal language model in evaluation mode, on the device that there is."""
+    """A language model or a classifier in evaluation mode, on the device that there is."""
 
     network: nn.Module
+    task: Task
+    """The run's, or the built-in one that such a network is for."""
     tokenizer: Any
     tokenizer_folder: str
     recipe: Recipe | None
@@ -44,6 +49,41 @@ class LoadedModel:
         """Variables that a run's recipe gives its chat template."""
         section = self.recipe.chat if self.recipe is not None else None
         return section.template_args if section is not None else {}
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """Names of the classes that a classifier tells apart, in order of their numbers."""
+        config = lora_adapters.config_of(self.network)
+        return tuple(str(config.id2label[number]) for number in range(config.num_labels))
+
+    @property
+    def writes_text(self) -> bool:
+        """True if it scores the next token of each token."""
+        return self.task.head is not None and self.task.head.next_token
+
+    def require_text(self) -> None:
+        """Raises a `RecipeError` if it writes no text."""
+        if not self.writes_text:
+            raise RecipeError(
+                f"{self.home or self.tokenizer_folder} is no causal language model: it neither writes text nor has a "
+                "perplexity. `finetune predict` gives the classes of documents."
+            )
+
+    def require_classes(self) -> None:
+        """Raises a `RecipeError` if it does not tell classes apart, of which a document has one."""
+        place = self.home or self.tokenizer_folder
+        if self.task.scores is None or not self.task.labelled:
+            raise RecipeError(
+                f"{place} is no classifier of documents, and has no classes to predict. `finetune generate` writes "
+                "texts with a language model."
+            )
+        config = lora_adapters.config_of(self.network)
+        if config.problem_type == "multi_label_classification" or config.num_labels < 2:
+            kind = "a number" if config.num_labels < 2 else "several classes"
+            raise RecipeError(
+                f"{place} gives {kind} for a document, as its config.json says (problem_type {config.problem_type}, "
+                f"num_labels {config.num_labels}). Name a classifier that gives one of several classes."
+            )
 
     @property
     def longest(self) -> int | None:
@@ -78,7 +118,7 @@ def load_model(
             on this machine does where its recipe says so.
 
     Raises:
-        FinetuneError: If there is nothing to open, or it is no causal language model.
+        FinetuneError: If there is nothing to open, or it is neither a causal language model nor a classifier.
     """
     place = Path(name)
     if find_weights.is_run(place):
@@ -99,9 +139,11 @@ def load_model(
                 f"{name} holds no network: it has no recipe.yaml (a run), manifest.json (a checkpoint), "
                 "adapter_config.json or config.json. Name one that does."
             )
-        model, lines = _load_plain(name, dtype, trust_remote_code)
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        task = _task_of(config.architectures or [], name)
+        model, lines = _load_plain(name, task, config, dtype, trust_remote_code)
         home = place if place.is_dir() else None
-        return _ready(LoadedModel(model, _tokenizer(name, trust_remote_code), name, None, lines=lines, home=home))
+        return _ready(LoadedModel(model, task, _tokenizer(name, trust_remote_code), name, None, lines=lines, home=home))
     except (OSError, ValueError, RecursionError) as error:
         if isinstance(error, (CheckpointError, RecipeError)):
             raise
@@ -111,47 +153,83 @@ def load_model(
 def _load_run(place: Path, step: int | None, base: str | None, trusted: bool) -> LoadedModel:
     found = find_weights.find_weights(place, step, runs=(SHIPPED, "task.name"), trusted=trusted)
     with found.held:
-        head = head_of(found.recipe)
-        _check_head(head is not None and head.next_token, f"{place} (task {found.recipe.task.name})")
+        task = named_task(found.recipe)
+        if task.head is None or not (task.head.next_token or task.scores is not None):
+            raise RecipeError(
+                f"{place} (task {found.recipe.task.name}) is no causal language model: it neither writes text nor "
+                "gives classes (`scores` of a custom task)."
+            )
         folder = str(found.weights)
         tokenizer = _tokenizer(folder, found.recipe.model.trust_remote_code)
         recipe = merge.with_base(found, base) if found.recipe.lora is not None else found.recipe
-        model = merge.build_trained(found, recipe, TaskData(train=None, tokenizer=tokenizer), quantised=True)
+        names = found.class_names
+        ready = TaskData(train=None, tokenizer=tokenizer, num_labels=len(names) or None, label_names=names)
+        model = merge.build_trained(found, recipe, ready, quantised=True)
         stops = tuple(found.learned_stop_tokens(tokenizer))
-        return _ready(LoadedModel(model, tokenizer, folder, found.recipe, stops, home=found.run, step=found.step))
+        return _ready(LoadedModel(model, task, tokenizer, folder, found.recipe, stops, home=found.run, step=found.step))
 
 
 def _load_adapter(place: Path, base: str | None, dtype: torch.dtype | str, trusted: bool) -> LoadedModel:
     facts = path_kinds.adapter_config(place)
-    _check_head(facts.get("task_type") in (None, NEXT_TOKEN.peft_type), f"{place} (task {facts.get('task_type')})")
+    kind = facts.get("task_type") or NEXT_TOKEN.peft_type
+    task = built_in_task(lambda head: head.peft_type == kind)
+    if task is None:
+        raise RecipeError(f"{place} (task {kind}) {_NEITHER}")
     name = base or facts.get("base_model_name_or_path")
     if not name:
         raise CheckpointError(f"{place / 'adapter_config.json'} names no base. Name it with --base.")
     if (wrong := path_kinds.why_not(Path(name), "model")) is not None:
         raise CheckpointError(f"The adapter's base: {wrong}" if base is None else f"--base: {wrong}")
-    model, lines = _load_plain(name, dtype, trusted, facts.get("revision") if base is None else None)
+    revision = facts.get("revision") if base is None else None
+    config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trusted)
+    if task.labelled:
+        names = _adapter_classes(place)
+        config.id2label, config.label2id = dict(enumerate(names)), {name: n for n, name in enumerate(names)}
+    else:
+        _task_of(config.architectures or [], name)
+    model, lines = _load_plain(name, task, config, dtype, trusted, revision, new_head=task.labelled)
     folder = str(place) if any(place.glob("tokenizer*")) else name
     adapted, tokenizer = lora_adapters.open_adapter(model, place), _tokenizer(folder, trusted)
     stops = tuple(prompts.read_stop_tokens(place))
-    return _ready(LoadedModel(adapted, tokenizer, folder, None, stops, lines, home=place))
+    return _ready(LoadedModel(adapted, task, tokenizer, folder, None, stops, lines, home=place))
 
 
 def _load_plain(
-    name: str, dtype: torch.dtype | str, trusted: bool, revision: str | None = None
+    name: str,
+    task: Task,
+    config: Any,
+    dtype: torch.dtype | str,
+    trusted: bool,
+    revision: str | None = None,
+    *,
+    new_head: bool = False,
 ) -> tuple[nn.Module, tuple[str, ...]]:
-    config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trusted)
-    kinds = config.architectures or []
-    _check_head(not any("Classification" in kind for kind in kinds), f"{name} ({', '.join(kinds)})")
+    assert task.head is not None
     model, weights = pretrained_files.load_pretrained(
-        NEXT_TOKEN.auto, name, config, revision=revision, dtype=dtype, trust_remote_code=trusted
+        task.head.auto, name, config, new_head=new_head, revision=revision, dtype=dtype, trust_remote_code=trusted
     )
     weights.check_values()
-    return model, weights.lines
+    return model, () if new_head else weights.lines
 
 
-def _check_head(fits: bool, what: str) -> None:
-    if not fits:
-        raise RecipeError(f"{what} is no causal language model: it neither writes text nor has a perplexity.")
+def _task_of(kinds: Sequence[str], name: str) -> Task:
+    """The task that networks of these classes of transformers are for."""
+    task = built_in_task(lambda head: any(kind.endswith(head.auto_class.removeprefix("AutoModel")) for kind in kinds))
+    if task is None and any("Classification" in kind for kind in kinds):
+        raise RecipeError(f"{name} ({', '.join(kinds)}) {_NEITHER}")
+    return task or causal_lm.CAUSAL_LM
+
+
+def _adapter_classes(place: Path) -> list[str]:
+    """Names of the classes that an exported adapter tells apart."""
+    try:
+        names: list[str] = json_files.read(place / "export.json", {"classes": [str]}, ["classes"])["classes"]
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{place} is a classifier's adapter, and no export.json names its classes. Open the run that trained it, "
+            "or what `finetune export RUN --as adapter` or `--as merged` writes."
+        ) from error
+    return names
 
 
 def _tokenizer(folder: str, trusted: bool) -> Any:
@@ -163,7 +241,9 @@ def _tokenizer(folder: str, trusted: bool) -> Any:
 
 def _ready(opened: LoadedModel) -> LoadedModel:
     network = opened.network.to("cuda" if torch.cuda.is_available() else "cpu").eval().requires_grad_(False)
-    inner = lora_adapters.transformer(network)
+    if opened.task.labelled:
+        classification.set_padding(lora_adapters.config_of(network), opened.tokenizer)
+    inner = lora_adapters.transformer(network) if opened.writes_text else None
     if inner is not None:
         seen = causal_lm.sees_ahead(inner, opened.scores, opened.device).item()
         if seen > causal_lm.tolerances(opened.precision)[0]:

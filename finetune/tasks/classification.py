@@ -1,6 +1,7 @@
 """Sequence classification: one class a row. Letters as in `task`."""
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -41,20 +42,34 @@ def _build_config(recipe: Recipe, ready: TaskData | None) -> PretrainedConfig:
         num_labels=num_labels,
         label_names=ready.label_names if ready and len(ready.label_names) == num_labels else (),
     )
-    if tokenizer is not None and tokenizer.pad_token_id is not None:
-        # Decoders classify at the last token that does not fill the row, whatever a model's config says.
+    if tokenizer is not None:
+        set_padding(config, tokenizer)
+    return config
+
+
+def set_padding(config: PretrainedConfig, tokenizer: Any) -> None:
+    """Has a network know the token that fills rows.
+
+    Decoders classify at the last token that is another one, whatever a model's config says.
+
+    Raises:
+        RecipeError: If there is none.
+    """
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.pad_token_id is not None:
         config.pad_token_id = tokenizer.pad_token_id
-    elif tokenizer is not None and config.pad_token_id is None:
+    elif config.pad_token_id is None:
         raise RecipeError(
             f"tokenizer: the tokenizer has neither a padding token nor an end of text, and a {config.model_type} "
             "classifies at the last token that is no padding. Name a tokenizer with one of them as tokenizer.name."
         )
-    return config
 
 
 def _class_scores(network: nn.Module, batch: Batch) -> torch.Tensor:
-    """Scores of the classes, (B, C)."""
-    return network(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits  # type: ignore[no-any-return]
+    """Scores of the classes, (B, C), in fp32."""
+    logits = network(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    return logits.float()  # type: ignore[no-any-return]
 
 
 def _loss_sum(network: nn.Module, batch: Batch) -> torch.Tensor:
@@ -62,7 +77,7 @@ def _loss_sum(network: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def _class_loss(scores: torch.Tensor, batch: Batch) -> torch.Tensor:
-    return functional.cross_entropy(scores.float(), batch["targets"], reduction="sum")
+    return functional.cross_entropy(scores, batch["targets"], reduction="sum")
 
 
 def _loss_and_correct(network: nn.Module, batch: Batch) -> torch.Tensor:
@@ -78,5 +93,6 @@ SEQUENCE_CLASSIFICATION = transformers_task(
     build_data=partial(build_task_data, classifier=HEAD),
     loss_sum=_loss_sum,
     loss_and_correct=_loss_and_correct,
+    scores=_class_scores,
     labelled=True,
 )

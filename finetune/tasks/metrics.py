@@ -79,7 +79,9 @@ def build_metrics(recipe: Recipe, task: Task, data: TaskData, prompts: Sequence[
 
 
 def count_classes(classes: torch.Tensor, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Counts, by class, its rows and those that were taken for it, with the share of its rows that was recognised.
+    """Counts, by class, its rows and those that were taken for it, with precision, recall and F1.
+
+    Precision is None where nothing was taken for a class, recall where it has no rows, and F1 where both are so.
 
     Args:
         classes: (2, rows): predicted and true class of each.
@@ -88,15 +90,44 @@ def count_classes(classes: torch.Tensor, names: Sequence[str]) -> dict[str, dict
     parts = (true, predicted, true[predicted == true])
     counts = [torch.bincount(part, minlength=len(names)).tolist() for part in parts]
     return {
-        name: {"rows": rows, "predicted": taken, "recall": hits / rows if rows else None}
+        name: {
+            "rows": rows,
+            "predicted": taken,
+            "precision": hits / taken if taken else None,
+            "recall": hits / rows if rows else None,
+            "f1": 2 * hits / (rows + taken) if rows + taken else None,
+        }
         for name, rows, taken, hits in zip(names, *counts, strict=True)
     }
 
 
+def count_confusions(classes: torch.Tensor, names: Sequence[str]) -> dict[str, dict[str, int]]:
+    """Counts, by true class, the rows that were taken for each class; pairs without rows are left out.
+
+    Args:
+        classes: (2, rows): predicted and true class of each.
+    """
+    predicted, true = classes.cpu()
+    codes, counts = torch.unique(true * len(names) + predicted, return_counts=True)
+    found: dict[str, dict[str, int]] = {}
+    for code, count in zip(codes.tolist(), counts.tolist(), strict=True):
+        found.setdefault(names[code // len(names)], {})[names[code % len(names)]] = count
+    return found
+
+
 def recall_macro(counts: Mapping[str, Mapping[str, Any]]) -> float:
     """Returns the mean recall of the classes that have rows; see `count_classes`."""
-    recalls = [found["recall"] for found in counts.values() if found["rows"]]
-    return float(sum(recalls) / max(1, len(recalls)))
+    return _mean_of(counts, "recall")
+
+
+def f1_macro(counts: Mapping[str, Mapping[str, Any]]) -> float:
+    """Returns the mean F1 of the classes that have rows or were predicted; see `count_classes`."""
+    return _mean_of(counts, "f1")
+
+
+def _mean_of(counts: Mapping[str, Mapping[str, Any]], key: str) -> float:
+    values = [found[key] for found in counts.values() if found[key] is not None]
+    return float(sum(values) / max(1, len(values)))
 
 
 def find_metrics(names: Sequence[str]) -> dict[str, Metric]:

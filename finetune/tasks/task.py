@@ -58,6 +58,8 @@ class Task:
     """Returns `loss_sum` and the number of targets predicted right, (2,) in fp32, by one forward pass: evaluation
     then reports `accuracy`. Where a row has one class, its number for each row may follow, (2 + B,): `eval.metrics` are
     of these, and of the batch's `targets`."""
+    scores: Callable[["nn.Module", Batch], "torch.Tensor"] | None = None
+    """Scores of the classes of each row, (B, C), in fp32: `finetune predict` writes them as probabilities."""
     build_skeleton: Callable[[Recipe, TaskData | None], "nn.Module"] | None = None
     """The network on the meta device, for dry runs and for writing it."""
     text: bool = False

@@ -1,6 +1,6 @@
 """The task that a recipe names. Imports no torch before it is asked for one."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -83,6 +83,12 @@ def named_task(recipe: Recipe) -> Task:
             f"task.name: '{name}' is {type(found).__name__}, not a finetune.tasks.Task or a function that returns one."
         )
     return found
+
+
+def built_in_task(fits: Callable[["Head"], bool]) -> Task | None:
+    """The built-in task whose head fits; None if there is none."""
+    tasks: Iterator[Task] = (import_object(traits.place, "task.name") for traits in BUILT_IN.values())
+    return next((task for task in tasks if task.head is not None and fits(task.head)), None)
 
 
 def head_of(recipe: Recipe) -> "Head | None":

@@ -23,6 +23,7 @@ from finetune.models.forward_wrapper import without_training
 from finetune.models.prompts import text_tokens, turn_tokens
 from finetune.tasks import metrics
 from finetune.tasks.causal_lm import next_token_logits
+from finetune.tasks.class_tables import MOST_COUNTED
 from finetune.tasks.task import Batch, Task
 from finetune.training.run import BuiltRun
 from finetune.utils.atomic_files import write_text
@@ -61,6 +62,7 @@ def _evaluate(run: BuiltRun) -> bool:
     task, rows, step, names = run.task, run.data.validation, run.state.step, run.data.label_names
     figures: dict[str, float] = {}
     by_class: dict[str, dict[str, Any]] = {}
+    confusions: dict[str, dict[str, int]] = {}
     if rows is not None:
         counted = task.labelled and task.loss_and_correct is not None
         scored = bool(run.metrics) and not task.text
@@ -76,6 +78,7 @@ def _evaluate(run: BuiltRun) -> bool:
         figures |= found
         if classes is not None and counted:
             by_class = metrics.count_classes(classes, names)
+            confusions = metrics.count_confusions(classes, names) if len(names) <= MOST_COUNTED else {}
             figures["recall_macro"] = metrics.recall_macro(by_class)
         if classes is not None and scored:
             figures |= _score_classes(run, rows, classes)
@@ -97,7 +100,7 @@ def _evaluate(run: BuiltRun) -> bool:
     over = f" over {figures['targets']:,.0f} targets" if rows is not None else ""
     run.reporter.say(f"step {step}: validation {shown}{over}")
     if by_class:
-        run.results["classes"] = by_class
+        run.results |= {"classes": by_class, "confusions": confusions}
         # A share of all rows hides classes that have few.
         held = {name: c for name, c in by_class.items() if c["rows"]}
         recalls = [

@@ -191,8 +191,12 @@ def test_the_first_accuracy_is_that_of_transformers(classifier: Path, tmp_path: 
     found = results["classes"]
     assert list(found) == list(NAMES)
     for name in rows:
-        there = {"rows": rows[name], "predicted": sum(a == name for a, _ in pairs), "recall": hits[name] / rows[name]}
+        taken = sum(a == name for a, _ in pairs)
+        there = {"rows": rows[name], "predicted": taken, "recall": hits[name] / rows[name]}
+        there |= {"precision": hits[name] / taken, "f1": 2 * hits[name] / (rows[name] + taken)}
         assert found[name] == pytest.approx(there)
+        for other, count in results["confusions"][name].items():
+            assert count == pairs.count((other, name))
 
 
 def check_names(folder: Path) -> None:

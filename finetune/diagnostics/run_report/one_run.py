@@ -15,6 +15,7 @@ from finetune.checkpoint.run_history import STATUSES, RunHistory, Sample, loss_c
 from finetune.checkpoint.trusted_code import NAMED, SHIPPED, check_code
 from finetune.config.recipe import load_recipe
 from finetune.data.data_report import COUNTED, WORDS
+from finetune.tasks.class_tables import classes_table, confusion_table
 from finetune.utils.errors import FinetuneError, RecipeError
 
 _HELD = {
@@ -215,6 +216,15 @@ def evaluations_table(run: RunHistory) -> tuple[list[str], list[list[str]]]:
         values = [format_number(float(run.evaluations[key][number])) for key in there]
         rows.append([f"{step:,}{' (best)' if best and best[0] == step else ''}", *values])
     return ["step", *there.values()], rows if there else []
+
+
+def class_tables(run: RunHistory) -> list[list[list[str]]]:
+    """Returns figures of each class of the last evaluation, and which is taken for which; each a head and rows."""
+    results = run.facts.get("results") or {}
+    counts, confusions = results.get("classes"), results.get("confusions")
+    if not counts:
+        return []
+    return [classes_table(counts), *([confusion_table(confusions, [*counts])] if confusions else [])]
 
 
 def asked_and_ran(run: RunHistory) -> list[tuple[str, str, str]]:

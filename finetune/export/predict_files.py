@@ -1,0 +1,118 @@
+"""Classes of documents by an opened classifier."""
+
+import csv
+import io
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from finetune.config.recipe_schema import Recipe
+from finetune.data.progress_bar import documents_bar
+from finetune.data.rows import packed_rows
+from finetune.data.rows.packed_rows import TokenRows
+from finetune.data.sources.corpus import Chosen, Rules, choose_texts, open_source
+from finetune.data.tokenization import tokenizer
+from finetune.data.tokenization.tokenizer import Encoded, Encoder, batch_documents
+from finetune.export.load_model import LoadedModel
+from finetune.utils.to_device import batch_to_device
+
+
+class Prediction(NamedTuple):
+    """The class of a document; without tokens it has none."""
+
+    label: str | None
+    probabilities: list[float]
+    """(C,), in the order of the classes; empty without a class."""
+
+
+def predict_files(opened: LoadedModel, recipe: Recipe, micro_size: int = 32) -> Iterator[Prediction]:
+    """Yields the class of each document of the recipe's validation sources, in their order.
+
+    Texts become rows as an evaluation makes them, so that the classes are those that it counts.
+
+    Args:
+        recipe: See `evaluate_files.recipe_of`.
+        micro_size: Documents in a forward pass; it does not change the result.
+
+    Raises:
+        DataError: If a source cannot be read.
+    """
+    opened.require_classes()
+    data, names = recipe.data, opened.class_names
+    corpora = [open_source(source, labelled=False) for source in data.validation]
+    rules = Rules(data.strip, data.lowercase, 0.0, False)
+    encoder = Encoder(opened.tokenizer, num_workers=data.num_workers)
+    wrapping = tokenizer.wrapping_of(opened.tokenizer)
+    with documents_bar("predicting", [corpus.size for corpus in corpora], quiet=False) as bar:
+        before = empty = 0
+        for corpus in corpora:
+            batch: Sequence[Chosen]
+            for batch, encoded in encoder.encode_all(batch_documents(choose_texts(corpus, rules))):
+                rows = _rows(encoded, recipe, wrapping, tokenizer.padding_id(opened.tokenizer))
+                found = iter(_probabilities(opened, rows, micro_size))
+                for length in encoded.lengths.tolist():
+                    shares = next(found).tolist() if length else []
+                    yield Prediction(names[int(np.argmax(shares))] if length else None, shares)
+                empty += int((encoded.lengths == 0).sum())
+                bar.advance(len(batch), before + batch[-1].read)
+            before += corpus.size or 0
+        if empty:
+            bar.say(f"{empty:,} documents have no text, and get no class.")
+
+
+def _rows(encoded: Encoded, recipe: Recipe, wrapping: tokenizer.Wrapping, padding_id: int) -> TokenRows:
+    """Rows of those documents that have tokens."""
+    lengths = encoded.lengths.astype(np.int64)
+    offsets = np.concatenate([np.array([0], np.int64), np.cumsum(lengths)])
+    length = recipe.data.sequence_length
+    return TokenRows(
+        tokens=encoded.numbers,
+        packed=packed_rows.pad_documents(offsets, length - sum(map(len, wrapping)), "truncate", with_targets=False),
+        row_length=length,
+        padding_id=padding_id,
+        restarts=False,
+        fixed=False,
+        wrapping=wrapping,
+        classes=np.zeros(int((lengths > 0).sum()), np.int64),
+    )
+
+
+@torch.no_grad()
+def _probabilities(opened: LoadedModel, rows: TokenRows, micro_size: int) -> torch.Tensor:
+    """Probabilities of the classes, (rows, C); rows of like lengths are computed together."""
+    scores = opened.task.scores
+    assert scores is not None
+    found = torch.zeros(len(rows), len(opened.class_names))
+    order = rows.longest() if len(rows) else np.array([], np.int64)
+    for start in range(0, len(rows), micro_size):
+        share = order[start : start + micro_size]
+        batch = batch_to_device(rows.batch(share), opened.device)
+        found[share] = opened.scores(batch, scores).softmax(-1).cpu()
+    return found
+
+
+def json_lines(predictions: Iterable[Prediction], names: Sequence[str]) -> Iterator[str]:
+    """Yields a line of JSON for each document."""
+    for label, shares in predictions:
+        probabilities = dict(zip(names, map(_rounded, shares), strict=True)) if shares else None
+        yield json.dumps({"label": label, "probabilities": probabilities}, ensure_ascii=False) + "\n"
+
+
+def csv_lines(predictions: Iterable[Prediction], names: Sequence[str]) -> Iterator[str]:
+    """Yields a head, and a line of CSV for each document."""
+    yield _csv_line(["label", *(f"probability_{name}" for name in names)])
+    for label, shares in predictions:
+        yield _csv_line([label, *map(_rounded, shares)] if shares else [""] * (len(names) + 1))
+
+
+def _csv_line(cells: Sequence[Any]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerow(cells)
+    return text.getvalue()
+
+
+def _rounded(share: float) -> float:
+    return float(f"{share:.6g}")

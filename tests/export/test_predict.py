@@ -1,0 +1,219 @@
+"""Classes that an opened classifier predicts: from every place they are those that the run's evaluation counted."""
+
+import csv
+import json
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from exports import opened_here
+from inside import run_here
+from testdata import MODEL
+from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer, BertConfig
+
+from finetune.cli import main
+from finetune.data.synthetic import story_generator
+from finetune.export import verify_export
+from finetune.export.load_model import load_model
+from finetune.tasks.class_tables import classes_table, confusion_table
+from finetune.tasks.metrics import count_classes, count_confusions, f1_macro
+from finetune.utils.errors import RecipeError
+
+NAMES = ("fine", "bad", "mixed")
+TEXTS = [story.text for story in story_generator.stories(60)]
+
+
+@pytest.fixture(autouse=True)
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify_export, "open_in_fresh_process", opened_here)
+
+
+class Job(NamedTuple):
+    run: Path
+    results: dict[str, Any]
+    file: Path
+    predicted: list[str]
+    """Of the run's own evaluation, by row."""
+
+
+def labelled(file: Path, texts: list[str], **more: Any) -> Path:
+    rows = [{"story": f" {text}\n", "verdict": NAMES[len(text) % 3], **more} for text in texts]
+    file.write_text("\n".join(json.dumps(row) for row in rows))
+    return file
+
+
+def job(folder: Path, **sections: Any) -> Job:
+    """Trains a few steps, and evaluates; rows are shorter than most texts."""
+    train, held = labelled(folder / "train.jsonl", TEXTS[:40]), labelled(folder / "held.jsonl", TEXTS[40:])
+    source = {"text_field": "story", "label_field": "verdict"}
+    tree: dict[str, Any] = {
+        "task": "sequence_classification",
+        "data": {
+            "train": [{"path": str(train), **source}],
+            "validation": [{"path": str(held), **source}],
+            "packing": "padded",
+            "sequence_length": 48,
+            "lowercase": True,
+            "cache_dir": str(folder / "cache"),
+        },
+        "batch": {"global_size": 8, "micro_size": 4},
+        "length": {"steps": 12},
+        "optim": {"lr": 1e-2},
+        "eval": {"metrics": ["accuracy"]},
+        "output": {"dir": str(folder / "run")},
+        "precision": "fp32",
+        **sections,
+    }
+    done = run_here(tree)
+    lines = (done.directory / "predictions.jsonl").read_text().splitlines()
+    return Job(done.directory, done.results, held, [json.loads(line)["prediction"] for line in lines])
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pretrained BERT without a head."""
+    folder = tmp_path_factory.mktemp("bert")
+    AutoTokenizer.from_pretrained(MODEL).save_pretrained(folder)
+    size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    torch.manual_seed(4)
+    config = BertConfig(vocab_size=512, max_position_embeddings=64, initializer_range=0.3, **size)
+    AutoModel.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def full(bert: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    return job(tmp_path_factory.mktemp("full"), model=str(bert))
+
+
+def lines_of(place: Path, file: Path, capsys: pytest.CaptureFixture[str], *more: str) -> list[dict[str, Any]]:
+    capsys.readouterr()
+    assert main.main(["predict", str(place), str(file), *more]) == 0
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_every_place_predicts_what_the_evaluation_counted(full: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(set(full.predicted)) > 1
+    found = lines_of(full.run, full.file, capsys)
+    assert [line["label"] for line in found] == full.predicted
+    assert lines_of(full.run / "checkpoints" / "step-00000012", full.file, capsys, "--batch-size", "3") == found
+    for line in found:
+        assert sum(line["probabilities"].values()) == pytest.approx(1, abs=1e-5)
+        assert max(line["probabilities"], key=line["probabilities"].get) == line["label"]
+    # A folder knows neither the run's row length nor its fields, nor that it reads small letters.
+    small = full.file.with_name("small.jsonl")
+    labelled(small, [text.lower() for text in TEXTS[40:]])
+    assert main.main(["export", str(full.run), "--as", "merged"]) == 0
+    for folder in (full.run / "model", full.run / "exports" / "merged"):
+        lines = lines_of(folder, small, capsys, "--text-field", "story")
+        network = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        for text, line in zip(TEXTS[40:], lines, strict=True):
+            ids = tokenizer(text.lower().strip(), truncation=True, max_length=64, return_tensors="pt")
+            shares = network(input_ids=ids["input_ids"]).logits.softmax(-1)[0].tolist()
+            assert list(line["probabilities"].values()) == pytest.approx(shares, abs=1e-4)
+            assert line["label"] == network.config.id2label[max(range(3), key=shares.__getitem__)]
+
+
+@pytest.mark.parametrize("shape", ["bert", "llama"])
+def test_adapters_predict_what_the_evaluation_counted(
+    bert: Path, tmp_path: Path, shape: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = job(tmp_path, model=str(bert) if shape == "bert" else MODEL, lora={"rank": 4})
+    assert [line["label"] for line in lines_of(done.run, done.file, capsys)] == done.predicted
+    for kind in ("adapter", "merged"):
+        assert main.main(["export", str(done.run), "--as", kind]) == 0
+    folders = [done.run / "exports" / kind for kind in ("adapter", "merged")]
+    one, other = (lines_of(folder, done.file, capsys, "--text-field", "story") for folder in folders)
+    assert [line["label"] for line in one] == [line["label"] for line in other]
+    assert set(one[0]["probabilities"]) == set(NAMES)
+    (folders[0] / "export.json").unlink()
+    assert main.main(["predict", str(folders[0]), str(done.file)]) == 2
+    assert "no export.json names its classes" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_table_has_a_row_for_each_document(full: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In order, also where there is no text."""
+    file, target = tmp_path / "some.csv", tmp_path / "out.csv"
+    file.write_text('story\n"Once upon a time"\n"  "\n"The end, ""said"" she."\n')
+    assert main.main(["predict", str(full.run), str(file), "--output", str(target)]) == 0
+    assert "1 documents have no text, and get no class" in capsys.readouterr().err
+    with target.open(newline="") as opened:
+        rows = list(csv.DictReader(opened))
+    assert [sorted(rows[0])] == [sorted(["label", *(f"probability_{name}" for name in NAMES)])]
+    assert [bool(row["label"]) for row in rows] == [True, False, True]
+    assert set(rows[1].values()) == {""}
+    lines = lines_of(full.run, file, capsys)
+    assert lines[1] == {"label": None, "probabilities": None}
+    assert float(rows[0]["probability_bad"]) == lines[0]["probabilities"]["bad"]
+
+
+def test_eval_has_the_figures_of_the_run(full: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert main.main(["eval", str(full.run), "--data", str(full.file), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["loss"] == pytest.approx(full.results["validation_loss"], abs=1e-5)
+    assert found["accuracy"] == full.results["validation_accuracy"]
+    assert found["recall_macro"] == full.results["validation_recall_macro"]
+    assert found["classes"] == full.results["classes"]
+    assert found["confusions"] == full.results["confusions"]
+    assert sum(sum(row.values()) for row in found["confusions"].values()) == found["targets"] == 20
+    assert main.main(["eval", str(full.run), "--data", str(full.file)]) == 0
+    text = capsys.readouterr().out
+    assert all(part in text for part in ("accuracy", "macro F1", "precision", "true class, taken for", *NAMES))
+
+
+def test_counts_by_hand() -> None:
+    """Five rows; nothing is taken for `c`, and no row is `d`."""
+    classes = torch.tensor([[0, 0, 1, 3, 1], [0, 1, 1, 2, 0]])
+    counts = count_classes(classes, "abcd")
+    assert counts["a"] == {"rows": 2, "predicted": 2, "precision": 0.5, "recall": 0.5, "f1": 0.5}
+    assert counts["c"] == {"rows": 1, "predicted": 0, "precision": None, "recall": 0.0, "f1": 0.0}
+    assert counts["d"] == {"rows": 0, "predicted": 1, "precision": 0.0, "recall": None, "f1": 0.0}
+    assert f1_macro(counts) == pytest.approx(0.25)
+    confusions = count_confusions(classes, "abcd")
+    assert confusions == {"a": {"a": 1, "b": 1}, "b": {"a": 1, "b": 1}, "c": {"d": 1}}
+    assert confusion_table(confusions, list("abcd"))[1:3] == [["a", "1", "1", "0", "0"], ["b", "1", "1", "0", "0"]]
+    assert classes_table(counts)[3] == ["c", "–", "0.0000", "0.0000", "1"]
+    many = {str(n): {str(n): 5, str(n + 1): n} for n in range(30)}
+    head, first, *_ = confusion_table(many, [str(n) for n in range(31)])
+    assert (head, first) == (["true class", "taken for", "rows"], ["29", "30", "29"])
+
+
+def test_the_report_shows_the_classes(full: Job) -> None:
+    assert main.main(["report", str(full.run)]) == 0
+    page = (full.run / "report.html").read_text()
+    assert "true class, taken for" in page
+    assert "Classes, at the last evaluation" in page
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["generate", "RUN", "--prompt", "x"], "is no causal language model"),
+        (["chat", "RUN"], "is no causal language model"),
+        (["predict", MODEL, "FILE"], "is no classifier of documents"),
+        (["predict", "RUN", "FILE", "--output", "out.txt"], "Name a file that ends in .jsonl or .csv"),
+        (["predict", "RUN", "FILE", "--output", "FILE"], "is the file that is read"),
+        (["predict", "RUN", "FILE", "--batch-size", "0"], "--batch-size is 0; give 1 or more"),
+        (["predict", "RUN", "FILE", "--text-field", "body"], "there is no field 'body'.*--text-field"),
+        (["eval", "RUN", "--data", "FILE", "--label-field", "story"], "labels of the documents are .* has the classes"),
+    ],
+)
+def test_refusals(full: Job, words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    places = {"RUN": str(full.run), "FILE": str(full.file)}
+    assert main.main([places.get(word, word) for word in words]) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert "Traceback" not in error
+    assert re.search(said, error), error
+
+
+def test_heads_of_other_kinds_are_refused(bert: Path, tmp_path: Path) -> None:
+    for labels, kind in ((3, "multi_label_classification"), (1, "regression")):
+        config = BertConfig.from_pretrained(bert, num_labels=labels, problem_type=kind)
+        AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / kind)
+        AutoTokenizer.from_pretrained(bert).save_pretrained(tmp_path / kind)
+        with pytest.raises(RecipeError, match="for a document, as its config"):
+            load_model(str(tmp_path / kind)).require_classes()
