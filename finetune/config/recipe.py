@@ -306,6 +306,10 @@ def task_conflicts(recipe: Recipe, task: TaskTraits) -> Iterable[str]:
         yield "sample: a classifier writes no text; remove the section"
     if task.labelled and recipe.chat is not None:
         yield "chat: a classifier reads no conversations; remove the section"
+    if recipe.task.class_weights is not None and task.text:
+        yield f"task.class_weights: {recipe.task.name} has no classes; remove it"
+    if recipe.task.class_weights is not None and recipe.task.loss is not None:
+        yield "task.class_weights: your own `task.loss` weighs classes by itself; remove one of both"
     section, best_by = recipe.eval, recipe.checkpoint.keep_best_by
     both = task.text == task.labelled
     known = (*(TEXT_METRICS if both or task.text else ()), *(CLASS_METRICS if both or task.labelled else ()))

@@ -467,6 +467,10 @@ class TaskSection(Section):
     sum over the batch's targets, a scalar in fp32."""
     num_labels: Annotated[PositiveInt | None, "classes"] = None
     """Number of classes of `sequence_classification`. Left out: counted in the data."""
+    class_weights: Annotated[Literal["balanced"] | tuple[PositiveFloat, ...] | None, "factors"] = None
+    """Factors of the losses of classes in training: one for each class in the order of their numbers, such as `[1.0, 5.0]`,
+    or `balanced`: rows / (classes x rows of the class), which makes all classes count alike. The weighted losses are
+    divided by the number of rows, not by the sum of weights. Evaluation is not weighted."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Arguments for a custom task."""
 

@@ -183,7 +183,9 @@ def probe_network(network: nn.Module, ready: TaskData, *, text: bool) -> Probe:
     tensors = {f"probe.{name}": tensor for name, tensor in inputs.items()} | {"expected": logits}
     for row in range(min(_NUM_ROWS, len(rows)) if rows is not None else 0):
         assert rows is not None
-        tensors |= {f"row{row}.{name}": t.contiguous() for name, t in rows.batch(np.array([row])).items()}
+        batch = rows.batch(np.array([row])).items()
+        # What is compared is the loss without weights.
+        tensors |= {f"row{row}.{name}": t.contiguous() for name, t in batch if name != "weights"}
     moved = None
     adapted: Any = network
     if lora_adapters.adapter_config(network) is not None:

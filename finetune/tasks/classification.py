@@ -77,6 +77,8 @@ def _loss_sum(network: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def _class_loss(scores: torch.Tensor, batch: Batch) -> torch.Tensor:
+    if "weights" in batch:
+        return (functional.cross_entropy(scores, batch["targets"], reduction="none") * batch["weights"]).sum()
     return functional.cross_entropy(scores, batch["targets"], reduction="sum")
 
 

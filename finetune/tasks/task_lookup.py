@@ -57,6 +57,7 @@ def _unused_keys(recipe: Recipe, task: Task) -> Iterator[str]:
         keys = ("quantization", "freeze", "gradient_checkpointing", "compile")
         why = "builds its own network, which this key does not change; remove it, or give the task a `head`"
         unused |= dict.fromkeys((f"model.{key}" for key in keys), why)
+        unused["task.class_weights"] = "builds its own rows, and weighs classes in its own loss; remove it"
         if not (task.text or task.labelled):
             unused |= dict.fromkeys(("data.packing", "chat"), "reads no documents; remove it")
     for key, why in unused.items():

@@ -4,17 +4,22 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 from transformers import PretrainedConfig
 
 from finetune.config.recipe_schema import Recipe
 from finetune.data import prepare
+from finetune.data.class_labels import some
+from finetune.data.prepare import PreparedData
 from finetune.models import lora_adapters
 from finetune.models.build_network import build_meta_model, build_model, init_weights
 from finetune.models.head_classes import head_classes
 from finetune.models.heads import Head
 from finetune.tasks.task import Task, TaskData
+from finetune.utils.errors import RecipeError
 
 
 def transformers_task(
@@ -70,19 +75,44 @@ def build_task_data(recipe: Recipe, quiet: bool, classifier: Head | None = None)
         # the model and pads by its tokenizer.
         prepared.tokenizer.pad_token = prepared.tokenizer.eos_token
     train = prepared.report.train
+    weights = _class_weights(recipe, prepared) if prepared.train is not None else None
+    lines = prepared.report.start_lines()
+    if weights is not None:
+        told = (f"{name} {weight:.4g}" for name, weight in zip(prepared.label_names, weights.tolist(), strict=True))
+        lines.append(f"class weights: {some([*told])}")
     names = train.chat.ends if train is not None and train.chat is not None else {}
     return TaskData(
-        train=prepared.train,
+        train=replace(prepared.train, class_weights=weights) if weights is not None else prepared.train,
         validation=prepared.validation,
         tokenizer=prepared.tokenizer,
         report=asdict(prepared.report),
-        report_lines=tuple(prepared.report.start_lines()),
+        report_lines=tuple(lines),
         full_report=tuple(prepared.report.lines()),
         num_labels=prepared.num_labels,
         label_names=prepared.label_names,
         digest=prepared.digest,
         ends=tuple(int(prepared.tokenizer.convert_tokens_to_ids(name)) for name in names),
     )
+
+
+def _class_weights(recipe: Recipe, prepared: PreparedData) -> npt.NDArray[np.float32] | None:
+    """Returns the factor of each class's losses, (C,); None if the recipe weighs none.
+
+    Source of `balanced`: scikit-learn's `compute_class_weight`, which leaves out classes without rows as well.
+    """
+    asked, rows = recipe.task.class_weights, prepared.train
+    if asked is None or rows is None or rows.classes is None:
+        return None
+    names = prepared.label_names
+    if asked == "balanced":
+        counts = np.bincount(rows.classes, minlength=len(names))
+        return (len(rows) / (np.count_nonzero(counts) * np.maximum(counts, 1))).astype(np.float32)
+    if len(asked) != len(names):
+        raise RecipeError(
+            f"task.class_weights: got {len(asked)} weights for {len(names)} classes. Give one for each class, in this "
+            f"order: {some(names)}."
+        )
+    return np.array(asked, np.float32)
 
 
 def without_validation(recipe: Recipe, data: TaskData) -> list[str]:

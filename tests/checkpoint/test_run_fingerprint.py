@@ -30,6 +30,7 @@ from finetune.utils.errors import FinetuneError, RecipeError
 # Keys that the mathematics depend on: another value, and what the recipe must say for the key to count at all.
 LORA = {"lora": {}}
 CHAT = {"source.path": "chats.jsonl", "chat.template": "plain"}
+CLASSES = {"task.name": "sequence_classification", "data.packing": "padded"}
 SCALED = {"optim.lr_scaling": "linear", "optim.reference_batch": 8}
 
 
@@ -46,6 +47,7 @@ MATHEMATICS: dict[str, tuple[Any, dict[str, Any]]] = {
     "task.name": ("own_task:mlp", {}),
     "task.loss": ("own_task:smoothed", {}),
     "task.num_labels": (3, {}),
+    "task.class_weights": ([1.0, 3.0], CLASSES),
     "task.args": ({"width": 8}, {}),
     "model.config": ({**CONFIG, "hidden_size": 32}, {}),
     "model.freeze": (["embed_tokens"], {}),
@@ -200,7 +202,9 @@ def test_every_key_is_decided() -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("identity")
     for name, count in (("train", 61), ("other", 51)):
-        stories = [{"text": f" Story {i}. The Cat {i} sat.", "story": f"A dog {i} ran."} for i in range(count)]
+        stories = [
+            {"text": f" Story {i}. The Cat {i} sat.", "story": f"A dog {i} ran.", "label": i % 2} for i in range(count)
+        ]
         (made / f"{name}.jsonl").write_text("".join(json.dumps(story) + "\n" for story in stories))
     talks = [{"question": f"q{i}", "other": f"o{i}", "answer": f"a{i}"} for i in range(61)]
     (made / "chats.jsonl").write_text("".join(json.dumps(talk) + "\n" for talk in talks))

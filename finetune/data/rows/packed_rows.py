@@ -204,6 +204,8 @@ class TokenRows:
     """Tokens around each document of a classifier."""
     classes: Int64s | None = None
     """The class of each row, which is one document: (rows,). None for language modelling."""
+    class_weights: npt.NDArray[np.float32] | None = None
+    """Factor of the losses of each class, (C,); None where none is weighted."""
     mask: MaskFile | None = None
     """True for tokens that are targets; None where all are."""
     row_targets: Int64s | None = None
@@ -236,7 +238,8 @@ class TokenRows:
             `position_ids`, which restart at each document and at the padding, and `cu_seqlens`: where they do in
             the batch read row by row, and its end, (D + 1,) int32 for D documents. There is no attention mask: it
             would make models look across documents.
-            For classification `input_ids` and `attention_mask`, (B, L) int64, and `targets`, (B,) int64.
+            For classification `input_ids` and `attention_mask`, (B, L) int64, and `targets`, (B,) int64; where classes
+            are weighted also `weights`, (B,) fp32.
         """
         return self._language_batch(rows) if self.classes is None else self._class_batch(rows, self.classes[rows])
 
@@ -278,7 +281,9 @@ class TokenRows:
             ids = [*before, *self.tokens[start : start + length].tolist(), *behind]
             inputs[line, : len(ids)] = ids
             mask[line, : len(ids)] = 1
-        batch = {"input_ids": inputs, "attention_mask": mask, "targets": targets}
+        batch: dict[str, npt.NDArray[Any]] = {"input_ids": inputs, "attention_mask": mask, "targets": targets}
+        if self.class_weights is not None:
+            batch["weights"] = self.class_weights[targets]
         return {name: torch.from_numpy(values) for name, values in batch.items()}
 
     def longest(self) -> Int64s:
