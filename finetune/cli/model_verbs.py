@@ -78,6 +78,8 @@ def add_verbs(verbs: Any) -> None:
 def _add_field_arguments(verb: argparse.ArgumentParser) -> None:
     text = "the field that holds the text (default: that of the data of the run, or `text`)"
     verb.add_argument("--text-field", metavar="NAME", help=text)
+    text = "the field that holds the second text of a pair (default: that of the data of the run)"
+    verb.add_argument("--pair-field", metavar="NAME", help=text)
 
 
 def _add_sampling_arguments(verb: argparse.ArgumentParser) -> None:
@@ -169,7 +171,7 @@ def predict(parsed: argparse.Namespace) -> None:
 
 def _fields(parsed: argparse.Namespace) -> dict[str, str | None]:
     """Keys of a source that the command line gives."""
-    return {name: getattr(parsed, name, None) for name in ("text_field", "label_field")}
+    return {name: getattr(parsed, name, None) for name in ("text_field", "pair_field", "label_field")}
 
 
 def evaluate(parsed: argparse.Namespace) -> None:

@@ -306,6 +306,12 @@ def task_conflicts(recipe: Recipe, task: TaskTraits) -> Iterable[str]:
         yield "sample: a classifier writes no text; remove the section"
     if task.labelled and recipe.chat is not None:
         yield "chat: a classifier reads no conversations; remove the section"
+    sources = (*recipe.data.train, *recipe.data.validation)
+    pairs = {source.pair_field is not None for source in sources}
+    if True in pairs and task.text:
+        yield f"data: `pair_field` of a source is for classifiers, and {recipe.task.name} learns single texts; remove it"
+    elif len(pairs) > 1:
+        yield "data: some sources have a `pair_field` and some have none; give it for all, or for none"
     if recipe.task.class_weights is not None and task.text:
         yield f"task.class_weights: {recipe.task.name} has no classes; remove it"
     if recipe.task.class_weights is not None and recipe.task.loss is not None:

@@ -179,6 +179,9 @@ class Source(Section):
     """Split of a hub data set or of a saved `datasets` directory."""
     text_field: str = "text"
     """Field that holds the text of a document."""
+    pair_field: str | None = None
+    """Field that holds a second text of each document, such as `hypothesis` beside `premise`: a classifier reads both
+    as its tokenizer pairs them. Read by sequence classification only."""
     format: Literal["auto", "text", "messages", "sharegpt", "alpaca", "prompt", "pairs"] = "auto"
     """With a `chat` section: format of the conversations. `auto`: detected from the fields of the first record."""
     fields: dict[str, str] = Field(default_factory=dict)
@@ -468,9 +471,9 @@ class TaskSection(Section):
     num_labels: Annotated[PositiveInt | None, "classes"] = None
     """Number of classes of `sequence_classification`. Left out: counted in the data."""
     class_weights: Annotated[Literal["balanced"] | tuple[PositiveFloat, ...] | None, "factors"] = None
-    """Factors of the losses of classes in training: one for each class in the order of their numbers, such as `[1.0, 5.0]`,
-    or `balanced`: rows / (classes x rows of the class), which makes all classes count alike. The weighted losses are
-    divided by the number of rows, not by the sum of weights. Evaluation is not weighted."""
+    """Factors of the losses of classes in training: one for each class in the order of their numbers, such as `[1.0,
+    5.0]`, or `balanced`: rows / (classes x rows of the class), which makes all classes count alike. The weighted losses
+    are divided by the number of rows, not by the sum of weights. Evaluation is not weighted."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Arguments for a custom task."""
 

@@ -95,6 +95,7 @@ class _Preparation:
     def __init__(self, recipe: Recipe, labelled: bool, known: KnownClasses | None, *, quiet: bool) -> None:
         self._recipe, self._data, self._chat = recipe, recipe.data, recipe.chat
         self._labelled, self._known, self._quiet = labelled, known, quiet
+        self._paired = any(source.pair_field is not None for source in (*recipe.data.train, *recipe.data.validation))
         self._cache = Cache(Path(recipe.data.cache_dir), quiet=quiet)
         self._reused = True
         self._tolerance = Tolerance(lenient=recipe.checks.max_broken > 0)
@@ -116,7 +117,9 @@ class _Preparation:
         self._num_ids = tokenizer.num_ids(self._tokenizer)
         self._identity = tokenizer.tokenizer_identity(self._tokenizer)
         self._encoder = self._find_encoder()
-        self._wrapping = tokenizer.wrapping_of(self._tokenizer) if self._labelled else tokenizer.Wrapping()
+        self._wrapping = tokenizer.Wrapping()
+        if self._labelled:
+            self._wrapping = (tokenizer.pairing_of if self._paired else tokenizer.wrapping_of)(self._tokenizer)
 
         sides: dict[str, _Side] = {}
         validation_corpora = self._open(data.validation)
@@ -238,7 +241,7 @@ class _Preparation:
 
     def _find_encoder(self) -> Encoder | ChatEncoder:
         if self._chat is None:
-            return Encoder(self._tokenizer, num_workers=self._data.num_workers)
+            return Encoder(self._tokenizer, num_workers=self._data.num_workers, pairs=self._paired)
         template = find_template(self._tokenizer, self._chat.template, self._chat.template_args)
         if self._chat.template is not None:
             # What is trained is what the saved tokenizer writes.
@@ -292,7 +295,7 @@ class _Preparation:
 
     def _pack(self, tokens: _Tokens, side: str) -> _Side:
         data = self._data
-        special = sum(map(len, self._wrapping))
+        special = self._wrapping.size
         room = data.sequence_length - special
         if room < 1:
             raise DataError(
@@ -311,7 +314,8 @@ class _Preparation:
         }
         masked = self._chat is not None
         dtype = tokens.facts["dtype"]
-        file = token_files.TokenFile(tokens.folder, side, dtype, labelled=self._labelled, masked=masked)
+        parts = {"labelled": self._labelled, "masked": masked, "paired": self._paired}
+        file = token_files.TokenFile(tokens.folder, side, dtype, **parts)
 
         def build(folder: Path) -> dict[str, Any]:
             if self._labelled:
@@ -333,6 +337,10 @@ class _Preparation:
         if classes is not None:
             assert file.labels is not None
             numbers = classes.renumber(file.labels, side.tokens.facts["labels"])
+        pairs = None
+        if file.firsts is not None:
+            # A row is one document of a classifier.
+            pairs = np.stack([file.firsts, np.diff(file.offsets) - file.firsts], axis=1)
         return TokenRows(
             tokens=file.tokens,
             packed=packed_rows.load_rows(side.packed.folder),
@@ -342,6 +350,7 @@ class _Preparation:
             fixed=self._data.packing != "padded",
             classes=numbers,
             wrapping=self._wrapping,
+            pairs=pairs,
             mask=file.mask,
             row_targets=map_array(side.packed.folder / packed_rows.ROW_TARGETS) if file.mask else None,
         )
@@ -373,7 +382,7 @@ class _Preparation:
             ended = total - made["truncated"]
         if wants_end and eos is None and ended < total:
             found = (Finding(NO_END, total - ended, total, counts["issues"]["first"]), *found)
-        around = made["rows"] * sum(map(len, self._wrapping))
+        around = made["rows"] * self._wrapping.size
         places = made["rows"] * self._data.sequence_length
         # Records of a source belong to neither side before they are read: said once, with the training side.
         own = side.name == token_files.TRAIN

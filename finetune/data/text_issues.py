@@ -60,7 +60,7 @@ class Issues:
             items: Documents of one source.
             first: Number of the first of them in that source, from 0.
             restore: Turns a text into tokens and back.
-            chat: True if they are conversations, as JSON.
+            chat: True if they are conversations or pairs of texts, as JSON.
         """
         for number, item in enumerate(items, start=first):
             self.looked += 1
@@ -87,7 +87,7 @@ def findings(issues: dict[str, Any]) -> tuple[Finding, ...]:
 
 
 def plain_text(document: bytes, *, chat: bool) -> str:
-    """The text of a document, or all that is said in a conversation."""
+    """The text of a document, both texts of a pair, or all that is said in a conversation."""
     found = Conversation.from_json(document) if chat else document.decode()
     return found if isinstance(found, str) else "\n".join(str(m.get("content", "")) for m in found.messages)
 

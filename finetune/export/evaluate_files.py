@@ -27,6 +27,7 @@ _LONGEST = 1024
 _FLAGS = {
     r"data\.(train|validation)(\.\d+\.path)?( (or|and) data\.(train|validation))?": "--data",
     r"(the source's )?`text_field`": "--text-field",
+    r"(the source's )?`pair_field`": "--pair-field",
     r"(the source's )?`label_field`": "--label-field",
     r"Set chat\.template to [^.]*\.": "Open the run itself, which has one, or leave --chat out.",
 }

@@ -44,8 +44,9 @@ def predict_files(opened: LoadedModel, recipe: Recipe, micro_size: int = 32) -> 
     data, names = recipe.data, opened.class_names
     corpora = [open_source(source, labelled=False) for source in data.validation]
     rules = Rules(data.strip, data.lowercase, 0.0, False)
-    encoder = Encoder(opened.tokenizer, num_workers=data.num_workers)
-    wrapping = tokenizer.wrapping_of(opened.tokenizer)
+    pairs = any(source.pair_field is not None for source in data.validation)
+    encoder = Encoder(opened.tokenizer, num_workers=data.num_workers, pairs=pairs)
+    wrapping = (tokenizer.pairing_of if pairs else tokenizer.wrapping_of)(opened.tokenizer)
     with documents_bar("predicting", [corpus.size for corpus in corpora], quiet=False) as bar:
         before = empty = 0
         for corpus in corpora:
@@ -65,17 +66,20 @@ def predict_files(opened: LoadedModel, recipe: Recipe, micro_size: int = 32) -> 
 
 def _rows(encoded: Encoded, recipe: Recipe, wrapping: tokenizer.Wrapping, padding_id: int) -> TokenRows:
     """Rows of those documents that have tokens."""
-    lengths = encoded.lengths.astype(np.int64)
+    lengths, pairs = encoded.lengths.astype(np.int64), None
+    if encoded.firsts is not None:
+        pairs = np.stack([encoded.firsts, lengths - encoded.firsts], axis=1)[lengths > 0]
     offsets = np.concatenate([np.array([0], np.int64), np.cumsum(lengths)])
     length = recipe.data.sequence_length
     return TokenRows(
         tokens=encoded.numbers,
-        packed=packed_rows.pad_documents(offsets, length - sum(map(len, wrapping)), "truncate", with_targets=False),
+        packed=packed_rows.pad_documents(offsets, length - wrapping.size, "truncate", with_targets=False),
         row_length=length,
         padding_id=padding_id,
         restarts=False,
         fixed=False,
         wrapping=wrapping,
+        pairs=pairs,
         classes=np.zeros(int((lengths > 0).sum()), np.int64),
     )
 

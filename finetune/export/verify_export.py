@@ -21,6 +21,7 @@ from torch import nn
 
 from finetune.export import fresh_process
 from finetune.models import lora_adapters
+from finetune.tasks import classification
 from finetune.tasks.task import TaskData
 from finetune.utils import json_files
 from finetune.utils.errors import CheckpointError
@@ -183,9 +184,11 @@ def probe_network(network: nn.Module, ready: TaskData, *, text: bool) -> Probe:
     tensors = {f"probe.{name}": tensor for name, tensor in inputs.items()} | {"expected": logits}
     for row in range(min(_NUM_ROWS, len(rows)) if rows is not None else 0):
         assert rows is not None
-        batch = rows.batch(np.array([row])).items()
-        # What is compared is the loss without weights.
-        tensors |= {f"row{row}.{name}": t.contiguous() for name, t in batch if name != "weights"}
+        batch = rows.batch(np.array([row]))
+        if not text:
+            # The loss that is compared is without weights.
+            batch = {**classification.network_inputs(network, batch), "targets": batch["targets"]}
+        tensors |= {f"row{row}.{name}": t.contiguous() for name, t in batch.items()}
     moved = None
     adapted: Any = network
     if lora_adapters.adapter_config(network) is not None:

@@ -1,5 +1,6 @@
 """Sequence classification: one class a row. Letters as in `task`."""
 
+import inspect
 from functools import partial
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch.nn import functional
 from transformers import PretrainedConfig
 
 from finetune.config.recipe_schema import Recipe
+from finetune.models import lora_adapters
 from finetune.models.heads import Head
 from finetune.models.model_config import resolve_model_config
 from finetune.tasks.task import Batch, TaskData
@@ -68,8 +70,18 @@ def set_padding(config: PretrainedConfig, tokenizer: Any) -> None:
 
 def _class_scores(network: nn.Module, batch: Batch) -> torch.Tensor:
     """Scores of the classes, (B, C), in fp32."""
-    logits = network(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-    return logits.float()  # type: ignore[no-any-return]
+    return network(**network_inputs(network, batch)).logits.float()  # type: ignore[no-any-return]
+
+
+def network_inputs(network: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
+    """Returns what a classifier reads of a batch; type ids, where the architecture knows more than one type."""
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    if "token_type_ids" in batch:
+        inner = lora_adapters.transformer(network) or network
+        known = "token_type_ids" in inspect.signature(inner.forward).parameters
+        if known and getattr(inner.config, "type_vocab_size", 2) > 1:
+            inputs["token_type_ids"] = batch["token_type_ids"]
+    return inputs
 
 
 def _loss_sum(network: nn.Module, batch: Batch) -> torch.Tensor:

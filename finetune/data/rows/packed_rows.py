@@ -18,7 +18,7 @@ import torch
 
 from finetune.data.tokenization.memmap import Int64s, MaskFile, map_array
 from finetune.data.tokenization.token_files import Tokens
-from finetune.data.tokenization.tokenizer import Wrapping
+from finetune.data.tokenization.tokenizer import Wrapping, truncate_pair
 
 LongDocuments = Literal["split", "truncate", "drop"]
 
@@ -201,9 +201,11 @@ class TokenRows:
     fixed: bool
     """True if batches are always T wide; else they are as wide as their longest row, in steps of 8."""
     wrapping: Wrapping
-    """Tokens around each document of a classifier."""
+    """Tokens around each document of a classifier, and between the two texts of a pair."""
     classes: Int64s | None = None
     """The class of each row, which is one document: (rows,). None for language modelling."""
+    pairs: Int64s | None = None
+    """Tokens of both texts of each row, (rows, 2); None where a document is one text."""
     class_weights: npt.NDArray[np.float32] | None = None
     """Factor of the losses of each class, (C,); None where none is weighted."""
     mask: MaskFile | None = None
@@ -224,7 +226,7 @@ class TokenRows:
 
     def num_computed(self, rows: npt.NDArray[np.integer]) -> int:
         """Tokens that a network computes for `batch(rows)`, without padding."""
-        return int(self._widths[rows].sum()) + sum(map(len, self.wrapping)) * int(rows.size)
+        return int(self._widths[rows].sum()) + self.wrapping.size * int(rows.size)
 
     def batch(self, rows: npt.NDArray[np.integer]) -> dict[str, torch.Tensor]:
         """Reads rows.
@@ -239,7 +241,8 @@ class TokenRows:
             the batch read row by row, and its end, (D + 1,) int32 for D documents. There is no attention mask: it
             would make models look across documents.
             For classification `input_ids` and `attention_mask`, (B, L) int64, and `targets`, (B,) int64; where classes
-            are weighted also `weights`, (B,) fp32.
+            are weighted also `weights`, (B,) fp32; of pairs also `token_type_ids`, (B, L) int64, if the tokenizer
+            gives them.
         """
         return self._language_batch(rows) if self.classes is None else self._class_batch(rows, self.classes[rows])
 
@@ -270,18 +273,28 @@ class TokenRows:
         return found
 
     def _class_batch(self, rows: npt.NDArray[np.integer], targets: Int64s) -> dict[str, torch.Tensor]:
-        before, behind = self.wrapping
-        longest = int(self._widths[rows].max(initial=1)) + len(before) + len(behind)
-        width = min(self.row_length, _round_up(longest))
+        around = self.wrapping
+        width = min(self.row_length, _round_up(int(self._widths[rows].max(initial=1)) + around.size))
         inputs = np.full((rows.size, width), self.padding_id, np.int64)
-        mask = np.full((rows.size, width), 0, np.int64)
+        mask, types = (np.full((rows.size, width), 0, np.int64) for _ in range(2))
         for line, row in enumerate(rows.tolist()):
             # A row is one document here.
             start, length = int(self.packed.starts[row]), int(self.packed.lengths[row])
-            ids = [*before, *self.tokens[start : start + length].tolist(), *behind]
+            if self.pairs is None:
+                ids = [*around.before, *self.tokens[start : start + length].tolist(), *around.behind]
+            else:
+                first, second = self.pairs[row].tolist()
+                kept, then = truncate_pair(first, second, self.row_length - around.size)
+                parts = self.tokens[start : start + kept], self.tokens[start + first : start + first + then]
+                ids = [*around.before, *parts[0].tolist(), *around.between, *parts[1].tolist(), *around.behind]
+                if around.types is not None:
+                    each = [1] * len(around.before), kept, [1] * len(around.between), then, [1] * len(around.behind)
+                    types[line, : len(ids)] = np.repeat(around.types, np.hstack(each))
             inputs[line, : len(ids)] = ids
             mask[line, : len(ids)] = 1
         batch: dict[str, npt.NDArray[Any]] = {"input_ids": inputs, "attention_mask": mask, "targets": targets}
+        if around.types is not None:
+            batch["token_type_ids"] = types
         if self.class_weights is not None:
             batch["weights"] = self.class_weights[targets]
         return {name: torch.from_numpy(values) for name, values in batch.items()}

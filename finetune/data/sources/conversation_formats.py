@@ -119,8 +119,10 @@ class Conversation:
 
     @staticmethod
     def from_json(text: str | bytes) -> "Conversation | str":
-        """A conversation; or the text of a document that is none."""
+        """A conversation; or the text of a document that is none, or of both that are a pair."""
         tree = json.loads(text)
+        if isinstance(tree, list):
+            return " ".join(tree)
         return str(tree["text"]) if "text" in tree else Conversation(**tree)
 
 

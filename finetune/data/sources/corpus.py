@@ -4,6 +4,7 @@ Documents are normalised, split and weighted by their hash alone; of a classifie
 """
 
 import itertools
+import json
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -65,6 +66,7 @@ class Corpus:
         """Lists all that shapes its documents: part of the cache's key."""
         form, classes = self.fields.form, self.fields.classes
         taken = form.fingerprint() if form else [self.fields.text, self.fields.label]
+        taken += [self.fields.pair] if self.fields.pair is not None else []
         found = {"content": self.content, "fields": taken, "weight": self.source.weight, "limit": self.source.limit}
         return {**found, "classes": classes} if classes else found
 
@@ -88,7 +90,8 @@ def open_source(source: Source, *, labelled: bool, form: RecordForm | None = Non
     Raises:
         DataError: If there is no such source, or it is in no known format.
     """
-    fields = Fields(source.text_field, source.label_field if labelled else None, form)
+    label = source.label_field if labelled else None
+    fields = Fields(source.text_field, label, form, pair=source.pair_field if form is None else None)
     if source.sample is not None:
         return _open_sample(source, source.sample, fields)
     if source.path is None:
@@ -237,7 +240,7 @@ class Chosen(NamedTuple):
     """A document as it will be used."""
 
     text: bytes
-    """UTF-8; empty where nothing but white space was there."""
+    """UTF-8, of a pair the JSON of both texts; empty where nothing but white space was there."""
     digest: int
     """64 bits of the text."""
     held_out: bool
@@ -269,8 +272,10 @@ def choose_texts(corpus: Corpus, rules: Rules, held_digests: npt.NDArray[np.uint
     for document in corpus.documents():
         if corpus.fields.form is not None and not document.text:
             continue  # broken, and counted where it was read
-        text = document.text.strip() if rules.strip else document.text
-        text = text.lower() if rules.lowercase else text
+        text = _normalised(document.text, rules)
+        if document.pair is not None:
+            both = [text, _normalised(document.pair, rules)]
+            text = json.dumps(both, ensure_ascii=False) if any(both) else ""
         try:
             data = text.encode("utf-8")
         except UnicodeEncodeError as error:
@@ -290,8 +295,13 @@ def choose_texts(corpus: Corpus, rules: Rules, held_digests: npt.NDArray[np.uint
                 place = int(np.searchsorted(held_digests, np.uint64(digest)))
                 held_out = place < held_digests.size and int(held_digests[place]) == digest
             copies = 1 if held_out else copies
-            read, (_, label, where, duplicate_key) = corpus.meter.done, document
-            yield Chosen(data, digest, held_out, copies, label, where, read, duplicate_key)
+            where, read = document.where, corpus.meter.done
+            yield Chosen(data, digest, held_out, copies, document.label, where, read, document.duplicate_key)
+
+
+def _normalised(text: str, rules: Rules) -> str:
+    text = text.strip() if rules.strip else text
+    return text.lower() if rules.lowercase else text
 
 
 def held_out_digests(corpora: Sequence[Corpus], rules: Rules) -> npt.NDArray[np.uint64]:

@@ -31,6 +31,8 @@ class Document(NamedTuple):
     """File and line, for error messages."""
     duplicate_key: str | None = None
     """A key that its record has more than once: the last value counts."""
+    pair: str | None = None
+    """The second of two texts."""
 
 
 class Fields(NamedTuple):
@@ -43,11 +45,14 @@ class Fields(NamedTuple):
     """The way that records become conversations; None where they are documents."""
     classes: tuple[str, ...] = ()
     """Names that the file itself gives to the numbers in `label`, if it does."""
+    pair: str | None = None
+    """Field of a second text; None where documents have one."""
 
     @property
     def columns(self) -> list[str] | None:
         """The fields that are read; None for all."""
-        return None if self.form else list(dict.fromkeys(name for name in (self.text, self.label) if name is not None))
+        names = (self.text, self.pair, self.label)
+        return None if self.form else list(dict.fromkeys(name for name in names if name is not None))
 
 
 def read_file(path: Path, fields: Fields, meter: Meter | None = None) -> Iterator[Document]:
@@ -102,20 +107,22 @@ def document_of(record: Any, fields: Fields, where: str) -> Document:
     """
     if fields.form is not None:
         return Document(fields.form.read(record, where), None, where)
-    if isinstance(record, str) and fields.label is None:
+    if isinstance(record, str) and fields.label is fields.pair is None:
         return Document(record, None, where)
     if not isinstance(record, Mapping):
         raise DataError(
             f"{where}: got {kind_of(record)}. Write each document as an object with a field '{fields.text}'."
         )
     require_fields(record, fields, where)
-    text = record[fields.text]
-    if not isinstance(text, str):
-        raise DataError(
-            f"{where}: the field '{fields.text}' holds {kind_of(text)}, and only text can be read. Remove or mend the "
-            "record, or name another field as `text_field`."
-        )
-    return Document(text, None if fields.label is None else _label(record[fields.label], fields, where), where)
+    text, pair = record[fields.text], None if fields.pair is None else record[fields.pair]
+    for key, name, value in (("text_field", fields.text, text), ("pair_field", fields.pair, pair)):
+        if name is not None and not isinstance(value, str):
+            raise DataError(
+                f"{where}: the field '{name}' holds {kind_of(value)}, and only text can be read. Remove or mend the "
+                f"record, or name another field as `{key}`."
+            )
+    label = None if fields.label is None else _label(record[fields.label], fields, where)
+    return Document(text, label, where, pair=pair)
 
 
 def _label(label: Any, fields: Fields, where: str) -> int | str:
@@ -193,7 +200,7 @@ def require_fields(present: Iterable[str], fields: Fields, where: str) -> None:
     names = list(present)
     spoken = {"messages", "conversations", "instruction", "completion"} & set(names)
     or_chat = ", or give the recipe a `chat` section if these are conversations" if spoken else ""
-    for key, field in (("text_field", fields.text), ("label_field", fields.label)):
+    for key, field in (("text_field", fields.text), ("pair_field", fields.pair), ("label_field", fields.label)):
         if field is not None and field not in names:
             raise DataError(
                 f"{where}: there is no field '{field}'; the fields are {', '.join(map(str, names)) or 'none'}. Name "
@@ -206,6 +213,11 @@ def _read_txt(path: Path, fields: Fields, meter: Meter) -> Iterator[Document]:
         raise DataError(
             f"{path} is plain text and has no labels, which sequence classification needs. Give a .jsonl, .json, "
             ".parquet or .csv file with a label field."
+        )
+    if fields.pair is not None:
+        raise DataError(
+            f"{path} is plain text and has no pairs (`pair_field`). Give a .jsonl, .json, .parquet or .csv file with "
+            "both fields."
         )
     found: list[str] = []
     first, size = 1, 0

@@ -38,7 +38,9 @@ Around = tuple[int | None, int | None]
 class TokenFile:
     """One side of a finished token folder, memory-mapped."""
 
-    def __init__(self, folder: Path, side: str, dtype: str, *, labelled: bool, masked: bool = False) -> None:
+    def __init__(
+        self, folder: Path, side: str, dtype: str, *, labelled: bool, masked: bool = False, paired: bool = False
+    ) -> None:
         """Opens what `write_tokens` has written.
 
         Raises:
@@ -53,6 +55,8 @@ class TokenFile:
         """(documents,): position in the folder's list of labels."""
         if labelled:
             self.labels = map_array(folder / f"{side}.labels.npy")
+        self.firsts: Int64s | None = map_array(folder / f"{side}.firsts.npy") if paired else None
+        """(documents,): tokens of the first text of each pair; None where documents have one text."""
         self.mask = MaskFile(folder / f"{side}.mask") if masked else None
         """The tokens that are targets; None where all are."""
         self.digests: npt.NDArray[np.uint64] = map_array(folder / f"{side}.digests.npy", np.uint64)
@@ -109,6 +113,7 @@ def write_tokens(
                         numbers[np.repeat(mask, lengths)],
                         [codes[i] for i in picked] if rules.labelled else None,
                         [examples[i] for i in picked] if examples is not None else None,
+                        encoded.firsts[mask] if encoded.firsts is not None else None,
                     )
             shards.advance(batch)
         shards.end()
@@ -143,12 +148,13 @@ class SplitWriter:
             "tokens": dtype,
             "lengths": np.int64,
             "labels": np.int64,
+            "firsts": np.int64,
             "digests": np.uint64,
             "copies": np.uint32,
             "loose": np.bool_,  # one byte a token while the file grows, and only if something is masked
         }
         self._files = [GrowingArray(folder / f"{name}.{kind}", of) for kind, of in kinds.items()]
-        self._tokens, self._lengths, self._labels, self._digests, self._copies, self._loose = self._files
+        self._tokens, self._lengths, self._labels, self._firsts, self._digests, self._copies, self._loose = self._files
         self.facts = Facts()
         self._ends: Counter[int] = Counter()
         self._issues = Issues()
@@ -192,6 +198,7 @@ class SplitWriter:
         numbers: npt.NDArray[np.uint32],
         labels: Sequence[int] | None,
         examples: Sequence[Example] | None,
+        firsts: npt.NDArray[np.uint32] | None,
     ) -> None:
         """Appends documents; those without a token are only counted."""
         for example in examples or ():
@@ -202,11 +209,15 @@ class SplitWriter:
         self._empty += int((~kept).sum())
         chosen = np.flatnonzero(kept).tolist()
         done = len(self._lengths) - self._first
-        self._issues.look((items[i] for i in chosen), done, self._restore, chat=examples is not None)
+        self._issues.look(
+            (items[i] for i in chosen), done, self._restore, chat=examples is not None or firsts is not None
+        )
         self._digests.append(np.array([items[i].digest for i in chosen], np.uint64))
         self._copies.append(np.array([items[i].copies for i in chosen], np.uint32))
         if labels is not None:
             self._labels.append(np.array([labels[i] for i in chosen], np.int64))
+        if firsts is not None:
+            self._firsts.append(firsts[kept].astype(np.int64))
         sizes = lengths[kept].astype(np.int64)
         ends = np.cumsum(sizes)
         bos, eos = self._around
@@ -231,6 +242,7 @@ class SplitWriter:
             documents = self._first + np.flatnonzero(copies > number)
             offsets, lengths = self._offsets(), self._lengths.view()
             written, learned, labels = self._tokens.view(), self._loose.view(), self._labels.view()
+            firsts = self._firsts.view()
             cuts = np.flatnonzero(np.diff(np.cumsum(lengths[documents]) // _COPY_TOKENS)) + 1
             for part in np.split(documents, cuts):
                 pieces = [slice(offsets[i], offsets[i + 1]) for i in part.tolist()]
@@ -240,6 +252,8 @@ class SplitWriter:
                     self._loose.append(np.concatenate([learned[piece] for piece in pieces]))
                 if labels.size:
                     self._labels.append(labels[part])
+                if firsts.size:
+                    self._firsts.append(firsts[part])
         source = self._sources[-1]
         source |= {"documents": len(self._lengths) - self._first, "tokens": len(self._tokens) - self._first_token}
         if form is not None:
@@ -255,6 +269,8 @@ class SplitWriter:
         np.save(f"{self._stem}.digests.npy", digests, allow_pickle=False)
         if len(self._labels):
             np.save(f"{self._stem}.labels.npy", self._labels.view(), allow_pickle=False)
+        if len(self._firsts):
+            np.save(f"{self._stem}.firsts.npy", self._firsts.view(), allow_pickle=False)
         for file in self._files:
             file.close()
         if masked:
@@ -390,11 +406,12 @@ def training_texts(
     """
     count = before = 0
     for corpus in corpora:
+        as_json = corpus.fields.form is not None or corpus.fields.pair is not None
         for item in choose_texts(corpus, rules, held_digests):
             if item.text and not item.held_out:
                 count += 1
                 bar.advance(1, before + item.read)
-                yield plain_text(item.text, chat=corpus.fields.form is not None)
+                yield plain_text(item.text, chat=as_json)
         before += corpus.size or 0
     if not count:
         raise DataError(

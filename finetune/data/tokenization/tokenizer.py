@@ -43,10 +43,19 @@ Mask = npt.NDArray[np.bool_]
 
 
 class Wrapping(NamedTuple):
-    """Tokens that a tokenizer puts around a single text for classifiers, such as [CLS] and [SEP]."""
+    """Tokens that a tokenizer puts around a text, or around and between two, for classifiers: [CLS], [SEP]."""
 
     before: tuple[int, ...] = ()
     behind: tuple[int, ...] = ()
+    between: tuple[int, ...] = ()
+    types: tuple[int, ...] | None = None
+    """Type ids of `before`, the first text, `between`, the second and `behind`, one for each text; None where the
+    tokenizer has none, or there is one text."""
+
+    @property
+    def size(self) -> int:
+        """Number of these tokens."""
+        return len(self.before) + len(self.between) + len(self.behind)
 
 
 def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
@@ -168,6 +177,45 @@ def wrapping_of(tokenizer: PreTrainedTokenizerBase) -> Wrapping:
     )
 
 
+def pairing_of(tokenizer: PreTrainedTokenizerBase) -> Wrapping:
+    """Finds what the tokenizer itself puts before, between and behind two texts, and their type ids.
+
+    Raises:
+        DataError: If it does something else to the texts as well.
+    """
+    one, other = (list(tokenizer.encode(text, add_special_tokens=False)) for text in ("a", "b"))
+    both = tokenizer("a", "b")
+    full, types = list(both["input_ids"]), both.get("token_type_ids")
+    for start in range(len(full)):
+        for then in range(start + len(one), len(full)):
+            end, behind = start + len(one), then + len(other)
+            if full[start:end] == one and full[then:behind] == other:
+                # One for each text, however many tokens the probes have.
+                kept = [*range(start + 1), *range(end, then + 1), *range(behind, len(full))]
+                return Wrapping(
+                    before=tuple(full[:start]),
+                    between=tuple(full[end:then]),
+                    behind=tuple(full[behind:]),
+                    types=tuple(types[place] for place in kept) if types is not None else None,
+                )
+    raise DataError(
+        f"The tokenizer {type(tokenizer).__name__} changes texts when it pairs them, so `pair_field` cannot be used "
+        "with it. Name another as tokenizer.name."
+    )
+
+
+def truncate_pair(first: int, second: int, room: int) -> tuple[int, int]:
+    """Returns how many tokens of two texts stay, of which the longer loses more.
+
+    Source: `longest_first` of the tokenizers library, `truncate_encodings` in utils/truncation.rs.
+    """
+    if first + second <= room:
+        return first, second
+    short, long = min(first, second), max(first, second)
+    short, long = (short, room - short) if 2 * short <= room else (room // 2, room - room // 2)
+    return (short, long) if first <= second else (long, short)
+
+
 def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """The token that fills rows. Nothing is learned from it, so any will do where there is none for it."""
     return next((int(n) for n in (tokenizer.pad_token_id, tokenizer.eos_token_id) if n is not None), 0)
@@ -232,17 +280,19 @@ class Encoded:
     """Tokens of all, in a row."""
     examples: list[Example] | None = None
     """The same with masks and facts, for conversations."""
+    firsts: npt.NDArray[np.uint32] | None = None
+    """Of pairs, tokens of the first text of each."""
 
 
 class Encoder:
     """Turns texts into tokens with one tokenizer, without special tokens."""
 
-    def __init__(self, tokenizer: Any, *, num_workers: int | None) -> None:
+    def __init__(self, tokenizer: Any, *, num_workers: int | None, pairs: bool = False) -> None:
         """Takes a transformers tokenizer, and a number of threads; None for one a core.
 
-        A tokenizer without a fast backend is slow but works, in one thread.
+        A tokenizer without a fast backend is slow but works, in one thread. Of pairs, each is the JSON of two texts.
         """
-        self._tokenizer = tokenizer
+        self._tokenizer, self._pairs = tokenizer, pairs
         self._num_workers = num_workers or cores()
 
     @cached_property
@@ -257,13 +307,18 @@ class Encoder:
     def encode(self, texts: Sequence[bytes]) -> Encoded:
         """Tokens of some UTF-8 texts."""
         decoded = [text.decode() for text in texts]
+        if self._pairs:
+            decoded = [part for text in decoded for part in (json.loads(text) if text else ("", ""))]
         if self._fast is None:
             options = {"add_special_tokens": False, "split_special_tokens": True}
             lists = [self._tokenizer.encode(text, **options) for text in decoded]
         else:
             lists = [found.ids for found in self._fast.encode_batch_fast(decoded, add_special_tokens=False)]
         lengths = np.array([len(ids) for ids in lists], np.uint32)
-        return Encoded(lengths, np.fromiter(itertools.chain.from_iterable(lists), np.uint32, int(lengths.sum())))
+        numbers = np.fromiter(itertools.chain.from_iterable(lists), np.uint32, int(lengths.sum()))
+        if self._pairs:
+            return Encoded(lengths[::2] + lengths[1::2], numbers, firsts=lengths[::2])
+        return Encoded(lengths, numbers)
 
     def encode_all(self, batches: Iterable[Sequence[Chosen]]) -> Iterator[tuple[Sequence[Chosen], Encoded]]:
         """Encodes batches lazily and returns each with its tokens, in order whatever the number of threads."""
