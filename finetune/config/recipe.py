@@ -309,7 +309,7 @@ def task_conflicts(recipe: Recipe, task: TaskTraits) -> Iterable[str]:
     sources = (*recipe.data.train, *recipe.data.validation)
     pairs = {source.pair_field is not None for source in sources}
     if True in pairs and task.text:
-        yield f"data: `pair_field` of a source is for classifiers, and {recipe.task.name} learns single texts; remove it"
+        yield f"data: `pair_field` of a source is for classifiers, and {recipe.task.name} reads one text; remove it"
     elif len(pairs) > 1:
         yield "data: some sources have a `pair_field` and some have none; give it for all, or for none"
     if recipe.task.class_weights is not None and task.text:
