@@ -48,7 +48,10 @@ def add_verbs(verbs: Any) -> None:
     arguments.add_weights_arguments(verb)
 
     verb = arguments.add_verb(verbs, predict)
-    verb.add_argument("run", help="a classifier: a run, checkpoint, adapter, export, model directory or hub name")
+    verb.add_argument(
+        "run",
+        help="a classifier, or a model of regression: a run, checkpoint, adapter, export, model directory or hub name",
+    )
     verb.add_argument("file", type=os.path.expanduser, help="documents, as the recipe's `path` takes them")
     text = "write to this file, .jsonl or .csv by its ending (default: JSON lines on stdout)"
     verb.add_argument("--output", type=os.path.expanduser, metavar="FILE", help=text)
@@ -138,7 +141,7 @@ def chat(parsed: argparse.Namespace) -> None:
 
 
 def predict(parsed: argparse.Namespace) -> None:
-    """Predict the class of each document of a file with a classifier."""
+    """Predict the class, or number, of each document of a file."""
     target = Path(parsed.output) if parsed.output is not None else None
     if parsed.batch_size < 1:
         raise RecipeError(f"--batch-size is {parsed.batch_size}; give 1 or more.")
@@ -150,7 +153,8 @@ def predict(parsed: argparse.Namespace) -> None:
         if target.exists() and target.resolve() == Path(parsed.file).resolve():
             raise RecipeError(f"--output {target} is the file that is read. Name another.")
     opened = _open(parsed, exact=True)
-    opened.require_classes()
+    opened.require_labels()
+    names = None if opened.task.loss_and_numbers is not None else opened.class_names
     from finetune.export import evaluate_files, predict_files
     from finetune.utils.atomic_files import write_text
 
@@ -158,10 +162,10 @@ def predict(parsed: argparse.Namespace) -> None:
         recipe = evaluate_files.recipe_of(opened, [parsed.file], fields=_fields(parsed))
         found = predict_files.predict_files(opened, recipe, parsed.batch_size)
         if target is None:
-            sys.stdout.writelines(predict_files.json_lines(found, opened.class_names))
+            sys.stdout.writelines(predict_files.json_lines(found, names))
             return
         as_lines = predict_files.csv_lines if target.suffix == ".csv" else predict_files.json_lines
-        lines = list(as_lines(found, opened.class_names))
+        lines = list(as_lines(found, names))
     try:
         write_text(target, "".join(lines))
     except OSError as error:
@@ -190,6 +194,10 @@ def evaluate(parsed: argparse.Namespace) -> None:
         found = evaluate_files.evaluate_files(opened, recipe, arguments.to_stderr)
     if parsed.json:
         print(json.dumps(found))
+        return
+    if "rmse" in found:
+        figures = ", ".join(f"{name} {found[name]:.5f}" for name in ("rmse", "pearson", "spearman"))
+        print(f"validation loss {found['loss']:.5f}, {figures}, over {found['targets']:,} documents")
         return
     if "classes" in found:
         _print_classes(found)

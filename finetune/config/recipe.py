@@ -32,6 +32,9 @@ TEXT_METRICS = ("exact_match", "f1", "rouge1", "rouge2", "rougeL")
 CLASS_METRICS = ("accuracy", "f1_macro")
 """Names that `eval.metrics` takes for classification tasks."""
 
+NUMBER_FIGURES = ("rmse", "pearson", "spearman")
+"""Figures of tasks that predict numbers."""
+
 # Keys of earlier versions, and what to write instead.
 _RENAMED = {
     "checkpoint.keep_best": "it is `keep_best_by` now; for `true` leave it out, for `false` write `keep_best_by: null`"
@@ -50,7 +53,9 @@ class TaskTraits:
     text: bool = False
     """True if its networks generate text."""
     labelled: bool = False
-    """True if a row is one document with a class."""
+    """True if a row is one document with a class or a number."""
+    numbers: bool = False
+    """True if it is a number."""
 
 
 class RecipeLoader(yaml.SafeLoader):
@@ -312,15 +317,19 @@ def task_conflicts(recipe: Recipe, task: TaskTraits) -> Iterable[str]:
         yield f"data: `pair_field` of a source is for classifiers, and {recipe.task.name} reads one text; remove it"
     elif len(pairs) > 1:
         yield "data: some sources have a `pair_field` and some have none; give it for all, or for none"
-    if recipe.task.class_weights is not None and task.text:
-        yield f"task.class_weights: {recipe.task.name} has no classes; remove it"
+    for key in ("class_weights", "num_labels") if task.numbers else ("class_weights",) if task.text else ():
+        if getattr(recipe.task, key) is not None:
+            yield f"task.{key}: {recipe.task.name} has no classes; remove it"
+    if task.numbers and recipe.eval.metrics:
+        yield f"eval.metrics: {recipe.task.name} always reports {', '.join(NUMBER_FIGURES)}, and no others; remove it"
     if recipe.task.class_weights is not None and recipe.task.loss is not None:
         yield "task.class_weights: your own `task.loss` weighs classes by itself; remove one of both"
     section, best_by = recipe.eval, recipe.checkpoint.keep_best_by
     both = task.text == task.labelled
-    known = (*(TEXT_METRICS if both or task.text else ()), *(CLASS_METRICS if both or task.labelled else ()))
+    tells_classes = task.labelled and not task.numbers
+    known = (*(TEXT_METRICS if both or task.text else ()), *(CLASS_METRICS if both or tells_classes else ()))
     own = [name for name in section.metrics if ":" in name]
-    for name in section.metrics:
+    for name in section.metrics if not task.numbers else ():
         if name not in known and name not in own:
             yield (
                 f"eval.metrics: there is no metric '{name}'{hint(name, known)}; allowed are {', '.join(known)}, "
@@ -340,7 +349,7 @@ def task_conflicts(recipe: Recipe, task: TaskTraits) -> Iterable[str]:
     if section.patience is not None and section.every_steps is None:
         yield "eval.patience: nothing is evaluated before the end of the run; give `eval.every_steps`"
     if best_by is not None and not own and not both:
-        also = ("perplexity",) if task.text else ("accuracy", "recall_macro")
+        also = ("perplexity",) if task.text else NUMBER_FIGURES if task.numbers else ("accuracy", "recall_macro")
         keys = [f"validation_{name}" for name in dict.fromkeys(("loss", *also, *section.metrics))]
         if ranking(best_by)[0] not in keys:
             yield (

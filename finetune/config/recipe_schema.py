@@ -180,15 +180,15 @@ class Source(Section):
     text_field: str = "text"
     """Field that holds the text of a document."""
     pair_field: str | None = None
-    """Field that holds a second text of each document, such as `hypothesis` beside `premise`: a classifier reads both
-    as its tokenizer pairs them. Read by sequence classification only."""
+    """Field that holds a second text of each document, such as `hypothesis` beside `premise`: a classifier or
+    regression reads both as its tokenizer pairs them."""
     format: Literal["auto", "text", "messages", "sharegpt", "alpaca", "prompt", "pairs"] = "auto"
     """With a `chat` section: format of the conversations. `auto`: detected from the fields of the first record."""
     fields: dict[str, str] = Field(default_factory=dict)
     """With a `chat` section: paths of fields that the format does not find, such as `{user: instruction, assistant:
     instances.0.output}` or `{messages: chat.turns}`."""
     label_field: str = "label"
-    """Field that holds the class of a document; read by sequence classification only."""
+    """Field that holds the class of a document, or its number for `regression`; other tasks do not read it."""
     weight: Annotated[PositiveFloat, "times an epoch"] = 1.0
     """Number of times that each document is used in an epoch: 2 repeats all, 0.5 keeps a fixed half (chosen by
     hash)."""
@@ -464,7 +464,8 @@ class TaskSection(Section):
     short_for = "name"
 
     name: PathText = "causal_lm"
-    """`causal_lm`, `sequence_classification`, or your own as `package.module:object` or `file.py:object`."""
+    """`causal_lm`, `sequence_classification`, `regression` (a number for each document), or your own as
+    `package.module:object` or `file.py:object`."""
     loss: PathText | None = None
     """Your own loss, named in the same way, in place of the task's: a function of network and batch that returns the
     sum over the batch's targets, a scalar in fp32."""

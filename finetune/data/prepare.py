@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from finetune.data.sources.conversation_formats import RecordForm, Tolerance
 from finetune.data.sources.corpus import Corpus, Rules, held_out_digests, open_source
 from finetune.data.text_issues import Finding, findings
 from finetune.data.tokenization import token_files, tokenizer
-from finetune.data.tokenization.memmap import map_array
+from finetune.data.tokenization.memmap import Int64s, map_array
 from finetune.data.tokenization.tokenizer import Encoder, load_tokenizer, train_tokenizer
 from finetune.utils.atomic_files import digest_of
 from finetune.utils.errors import DataError
@@ -71,7 +71,12 @@ class _Side:
 
 
 def prepare_data(
-    recipe: Recipe, *, labelled: bool = False, known: KnownClasses | None = None, quiet: bool = False
+    recipe: Recipe,
+    *,
+    labelled: bool = False,
+    numbers: bool = False,
+    known: KnownClasses | None = None,
+    quiet: bool = False,
 ) -> PreparedData:
     """Prepares the recipe's data, or finds it prepared.
 
@@ -79,22 +84,26 @@ def prepare_data(
     there is a process group, so that nobody waits inside a collective.
 
     Args:
-        labelled: True if documents have classes.
+        labelled: True if documents have classes or numbers.
+        numbers: True if they have numbers.
         known: The classes of the pretrained classifier that the recipe starts from, if it does.
         quiet: Show no progress and do not say when this process waits.
 
     Raises:
         DataError: If data or tokenizer cannot be used as the recipe says.
     """
-    return _Preparation(recipe, labelled, known, quiet=quiet).run()
+    return _Preparation(recipe, labelled, known, numbers=numbers, quiet=quiet).run()
 
 
 class _Preparation:
     """The steps for one recipe, with what they share."""
 
-    def __init__(self, recipe: Recipe, labelled: bool, known: KnownClasses | None, *, quiet: bool) -> None:
+    def __init__(
+        self, recipe: Recipe, labelled: bool, known: KnownClasses | None, *, numbers: bool, quiet: bool
+    ) -> None:
         self._recipe, self._data, self._chat = recipe, recipe.data, recipe.chat
         self._labelled, self._known, self._quiet = labelled, known, quiet
+        self._numbers = numbers
         self._paired = any(source.pair_field is not None for source in (*recipe.data.train, *recipe.data.validation))
         self._cache = Cache(Path(recipe.data.cache_dir), quiet=quiet)
         self._reused = True
@@ -139,7 +148,7 @@ class _Preparation:
 
         first = next(iter(sides.values()))
         classes = None
-        if self._labelled:
+        if self._labelled and not self._numbers:
             known = [self._known] if self._known is not None else []
             named = [corpus for corpus in (*train_corpora, *validation_corpora) if corpus.fields.classes]
             known += [KnownClasses(corpus.fields.classes, corpus.name) for corpus in named[:1]]
@@ -182,21 +191,21 @@ class _Preparation:
             if self._chat is not None:
                 named = (source.format, source.fields, self._chat.roles, source.text_field)
                 form = RecordForm(*named, strip=self._data.strip, tolerance=self._tolerance)
-            corpora.append(open_source(source, labelled=self._labelled, form=form))
+            corpora.append(open_source(source, labelled=self._labelled, form=form, numbers=self._numbers))
         return corpora
 
     def _rules(self, held_out: float) -> Rules:
         if self._chat is not None:
             # What is hashed and kept is JSON, and what is said in it stays as it is.
             return Rules(False, False, held_out, False)
-        return Rules(self._data.strip, self._data.lowercase, held_out, self._labelled)
+        return Rules(self._data.strip, self._data.lowercase, held_out, self._labelled, self._numbers)
 
     def _key(self, corpora: Sequence[Corpus], rules: Rules) -> dict[str, Any]:
         """Lists all that shapes the texts of some sources."""
         key = {
             "format": token_files.FORMAT_VERSION,
             "sources": [corpus.fingerprint for corpus in corpora],
-            "rules": list(astuple(rules)),
+            "rules": [rules.strip, rules.lowercase, rules.held_out, rules.labelled],
         }
         return {**key, "split": "by class"} if rules.by_class else key
 
@@ -333,10 +342,14 @@ class _Preparation:
         return _Side(tokens, side, file, self._entry(f"rows-{digest}", build), digest)
 
     def _rows(self, side: _Side, classes: ClassList | None) -> TokenRows:
-        file, numbers = side.file, None
+        file = side.file
+        numbers: Int64s | npt.NDArray[np.float32] | None = None
         if classes is not None:
             assert file.labels is not None
             numbers = classes.renumber(file.labels, side.tokens.facts["labels"])
+        elif self._numbers:
+            assert file.labels is not None
+            numbers = np.array(side.tokens.facts["labels"], np.float32)[file.labels]
         pairs = None
         if file.firsts is not None:
             # A row is one document of a classifier.
@@ -362,7 +375,7 @@ class _Preparation:
         if train is not None and train.tokens is not side.tokens:
             overlap = int(np.isin(side.file.digests, train.file.digests).sum())
         of_classes: dict[str, int] = {}
-        if classes is not None and rows.classes is not None:
+        if classes is not None:
             documents = np.bincount(rows.classes, minlength=classes.count).tolist()
             of_classes = dict(zip(classes.names, documents, strict=True))
         found = findings(counts["issues"])

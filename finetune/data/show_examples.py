@@ -31,7 +31,8 @@ def examples(rows: Rows, tokenizer: Any, label_names: Sequence[str], count: int,
                 kind = str(values.dtype).removeprefix("torch.")
                 yield Text(f"{name}: {kind} of shape {tuple(values.shape)}: {first}{more}")
         return
-    learned = "the class is" if rows.classes is not None else "those that are"
+    tells = "the class is" if label_names else "the number is"
+    learned = tells if rows.classes is not None else "those that are"
     how = "green" if coloured else "in [brackets]"
     yield Text(f"Tokens are divided by |; {learned} learned, and {how}")
     for number, (ids, targets, label) in enumerate(itertools.islice(_documents(rows), count), start=1):
@@ -39,18 +40,19 @@ def examples(rows: Rows, tokenizer: Any, label_names: Sequence[str], count: int,
         if label is None:
             yield title.append(f"{int(targets.sum()):,} learned")
         else:
-            name = label_names[label] if coloured else f"[{label_names[label]}]"
-            yield title.append("class ").append(name, style=_LEARNED if coloured else "")
+            name = label_names[int(label)] if label_names else f"{label:g}"
+            name = name if coloured else f"[{name}]"
+            yield title.append("class " if label_names else "number ").append(name, style=_LEARNED if coloured else "")
         yield _line(tokenizer, ids.tolist(), targets.tolist(), coloured=coloured)
 
 
-def _documents(rows: TokenRows) -> Iterator[tuple[Any, Any, int | None]]:
-    """Tokens of documents, which of them are targets as the batches have them, and the class if there is one."""
+def _documents(rows: TokenRows) -> Iterator[tuple[Any, Any, float | None]]:
+    """Tokens of documents, which of them are targets as the batches have them, and class or number if there is one."""
     for row in range(len(rows)):
         batch = {name: values[0].numpy() for name, values in rows.batch(np.array([row])).items()}
         if rows.classes is not None:
             ids = batch["input_ids"][batch["attention_mask"] == 1]
-            yield ids, np.full(ids.size, False), int(batch["targets"])
+            yield ids, np.full(ids.size, False), batch["targets"].item()
             continue
         begin = 0
         for segment in range(int(rows.packed.row_starts[row]), int(rows.packed.row_starts[row + 1])):

@@ -94,7 +94,8 @@ def evaluate_files(
     """Returns mean loss per target (nats) and number of targets of the recipe's validation files.
 
     Of a language model `perplexity` is added; of a classifier `accuracy`, `recall_macro`, `f1_macro`, and `classes` and
-    `confusions` as `metrics.count_classes` and `metrics.count_confusions` give them.
+    `confusions` as `metrics.count_classes` and `metrics.count_confusions` give them; of regression the figures of
+    `metrics.compare_numbers`.
 
     Args:
         say: Hears what is evaluated, before that begins; a bar on a terminal shows how far it is.
@@ -104,20 +105,24 @@ def evaluate_files(
     """
     task, known = opened.task, None
     if task.labelled:
-        opened.require_classes()
+        opened.require_labels()
+    if task.labelled and task.loss_and_numbers is None:
         known = KnownClasses(opened.class_names, f"the classifier {opened.home or opened.tokenizer_folder}")
-    rows = prepare.prepare_data(recipe, labelled=task.labelled, known=known).validation
+    numbers = task.loss_and_numbers is not None
+    rows = prepare.prepare_data(recipe, labelled=task.labelled, numbers=numbers, known=known).validation
     if rows is None:
         raise DataError("The files of --data hold no text to evaluate. Name others.")
     loss, targets = 0.0, rows.num_targets(np.arange(len(rows)))
-    classes = torch.zeros(2, len(rows), dtype=torch.int64)
+    classes = torch.zeros(2, len(rows), dtype=torch.float64 if numbers else torch.int64)
+    function = task.loss_and_numbers or task.loss_and_correct
     say(f"Evaluating {len(rows):,} rows of {recipe.data.sequence_length} tokens, {targets:,} targets.")
     with torch.no_grad(), rows_bar("evaluating", len(rows)) as advance:
         for share, batch in evaluation_batches(rows, micro_size):
             sent = batch_to_device(batch, opened.device)
             if task.labelled:
-                found = task.loss_and_correct(opened.network, sent)
-                classes[:, share] = torch.stack((found[2:].cpu().long(), batch["targets"]))
+                assert function is not None
+                found = function(opened.network, sent).cpu()
+                classes[:, share] = torch.stack([s.to(classes.dtype) for s in (found[-len(share) :], batch["targets"])])
                 loss += float(found[0].double())
             else:
                 loss += float(causal_lm.CAUSAL_LM.loss_sum(opened.network, sent).double())
@@ -125,6 +130,8 @@ def evaluate_files(
     mean = loss / max(1, targets)
     if not task.labelled:
         return {"loss": mean, "perplexity": math.exp(min(mean, 700.0)), "targets": targets}
+    if numbers:
+        return {"loss": mean, "targets": targets, **metrics.compare_numbers(classes)}
     counts = metrics.count_classes(classes, opened.class_names)
     return {
         "loss": mean,

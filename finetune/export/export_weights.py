@@ -113,7 +113,7 @@ def export_weights(
                 say(line)
             model_card.write_model_card(staging, found, kind, proof, merge.base_folder(recipe), head)
             facts = {"run": str(found.run), "step": found.step, "as": kind, "proof": proof}
-            if not head.next_token:
+            if not head.next_token and job.config.num_labels > 1:
                 facts["classes"] = [str(job.config.id2label[number]) for number in range(job.config.num_labels)]
             write_json(staging / "export.json", {**facts, "base": found.facts.get("base")})
             sync_files(staging)

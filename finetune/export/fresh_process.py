@@ -49,6 +49,10 @@ def mean_loss(network: Any, tensors: dict[str, torch.Tensor], options: dict[str,
         inputs = select_inputs(tensors, f"row{row}")
         wanted = inputs.pop("targets").flatten()
         scores = compute_logits(network, inputs, options).flatten(0, -2)
+        if wanted.is_floating_point():
+            loss += float(functional.mse_loss(scores[:, 0], wanted, reduction="sum").double())
+            targets += len(wanted)
+            continue
         loss += float(functional.cross_entropy(scores, wanted, ignore_index=-100, reduction="sum").double())
         targets += int((wanted != -100).sum())
     return loss / targets if targets else None

@@ -1,6 +1,6 @@
 """Loads a model from a run, a checkpoint, an adapter, an export, a model directory or the hub."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from finetune.config.recipe_schema import Recipe
 from finetune.export import find_weights, merge
 from finetune.models import lora_adapters, pretrained_files, prompts
 from finetune.models.heads import NEXT_TOKEN
-from finetune.tasks import causal_lm, classification
+from finetune.tasks import causal_lm, classification, regression
 from finetune.tasks.task import Batch, Task, TaskData
 from finetune.tasks.task_lookup import built_in_task, named_task
 from finetune.utils import json_files
@@ -69,8 +69,8 @@ class LoadedModel:
                 "perplexity. `finetune predict` gives the classes of documents."
             )
 
-    def require_classes(self) -> None:
-        """Raises a `RecipeError` if it does not tell classes apart, of which a document has one."""
+    def require_labels(self) -> None:
+        """Raises a `RecipeError` if it gives a document neither one of several classes nor a number."""
         place = self.home or self.tokenizer_folder
         if self.task.scores is None or not self.task.labelled:
             raise RecipeError(
@@ -78,11 +78,12 @@ class LoadedModel:
                 "texts with a language model."
             )
         config = lora_adapters.config_of(self.network)
-        if config.problem_type == "multi_label_classification" or config.num_labels < 2:
-            kind = "a number" if config.num_labels < 2 else "several classes"
+        if config.problem_type == "multi_label_classification" or (
+            config.num_labels > 1 and self.task.loss_and_numbers is not None
+        ):
             raise RecipeError(
-                f"{place} gives {kind} for a document, as its config.json says (problem_type {config.problem_type}, "
-                f"num_labels {config.num_labels}). Name a classifier that gives one of several classes."
+                f"{place} gives several classes or numbers for a document, as its config.json says (problem_type "
+                f"{config.problem_type}, num_labels {config.num_labels}). Name a model that gives one."
             )
 
     @property
@@ -140,7 +141,7 @@ def load_model(
                 "adapter_config.json or config.json. Name one that does."
             )
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-        task = _task_of(config.architectures or [], name)
+        task = _task_of(config, name)
         model, lines = _load_plain(name, task, config, dtype, trust_remote_code)
         home = place if place.is_dir() else None
         return _ready(LoadedModel(model, task, _tokenizer(name, trust_remote_code), name, None, lines=lines, home=home))
@@ -184,9 +185,10 @@ def _load_adapter(place: Path, base: str | None, dtype: torch.dtype | str, trust
     config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trusted)
     if task.labelled:
         names = _adapter_classes(place)
+        task = task if len(names) > 1 else regression.REGRESSION
         config.id2label, config.label2id = dict(enumerate(names)), {name: n for n, name in enumerate(names)}
     else:
-        _task_of(config.architectures or [], name)
+        _task_of(config, name)
     model, lines = _load_plain(name, task, config, dtype, trusted, revision, new_head=task.labelled)
     folder = str(place) if any(place.glob("tokenizer*")) else name
     adapted, tokenizer = lora_adapters.open_adapter(model, place), _tokenizer(folder, trusted)
@@ -212,18 +214,21 @@ def _load_plain(
     return model, () if new_head else weights.lines
 
 
-def _task_of(kinds: Sequence[str], name: str) -> Task:
-    """The task that networks of these classes of transformers are for."""
+def _task_of(config: Any, name: str) -> Task:
+    """The task that a network of transformers is for."""
+    kinds = config.architectures or []
     task = built_in_task(lambda head: any(kind.endswith(head.auto_class.removeprefix("AutoModel")) for kind in kinds))
     if task is None and any("Classification" in kind for kind in kinds):
         raise RecipeError(f"{name} ({', '.join(kinds)}) {_NEITHER}")
+    if task is not None and task.labelled and (config.num_labels == 1 or config.problem_type == "regression"):
+        return regression.REGRESSION
     return task or causal_lm.CAUSAL_LM
 
 
 def _adapter_classes(place: Path) -> list[str]:
-    """Names of the classes that an exported adapter tells apart."""
+    """Names of the classes that an exported adapter tells apart; one without a meaning if it gives numbers."""
     try:
-        names: list[str] = json_files.read(place / "export.json", {"classes": [str]}, ["classes"])["classes"]
+        names: list[str] = json_files.read(place / "export.json", {"classes": [str]}).get("classes", ["LABEL_0"])
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{place} is a classifier's adapter, and no export.json names its classes. Open the run that trained it, "

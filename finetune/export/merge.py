@@ -35,7 +35,7 @@ def source_head(source: WeightSource) -> Head:
     if head is None:
         raise RecipeError(
             f"task.name is '{source.recipe.task.name}', a custom task, and nothing but its code can open its "
-            f"network in a fresh process. Exports are for {' and '.join(BUILT_IN)}; the weights lie in "
+            f"network in a fresh process. Exports are for {', '.join(BUILT_IN)}; the weights lie in "
             f"{source.weights}."
         )
     return head

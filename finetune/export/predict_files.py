@@ -21,15 +21,15 @@ from finetune.utils.to_device import batch_to_device
 
 
 class Prediction(NamedTuple):
-    """The class of a document; without tokens it has none."""
+    """The class of a document, or its number; without tokens it has none."""
 
-    label: str | None
+    label: str | float | None
     probabilities: list[float]
-    """(C,), in the order of the classes; empty without a class."""
+    """(C,), in the order of the classes; empty for a number, and where there is no text."""
 
 
 def predict_files(opened: LoadedModel, recipe: Recipe, micro_size: int = 32) -> Iterator[Prediction]:
-    """Yields the class of each document of the recipe's validation sources, in their order.
+    """Yields the class or number of each document of the recipe's validation sources, in their order.
 
     Texts become rows as an evaluation makes them, so that the classes are those that it counts.
 
@@ -40,7 +40,7 @@ def predict_files(opened: LoadedModel, recipe: Recipe, micro_size: int = 32) -> 
     Raises:
         DataError: If a source cannot be read.
     """
-    opened.require_classes()
+    opened.require_labels()
     data, names = recipe.data, opened.class_names
     corpora = [open_source(source, labelled=False) for source in data.validation]
     rules = Rules(data.strip, data.lowercase, 0.0, False)
@@ -53,10 +53,15 @@ def predict_files(opened: LoadedModel, recipe: Recipe, micro_size: int = 32) -> 
             batch: Sequence[Chosen]
             for batch, encoded in encoder.encode_all(batch_documents(choose_texts(corpus, rules))):
                 rows = _rows(encoded, recipe, wrapping, tokenizer.padding_id(opened.tokenizer))
-                found = iter(_probabilities(opened, rows, micro_size))
+                found = iter(_scores(opened, rows, micro_size))
                 for length in encoded.lengths.tolist():
-                    shares = next(found).tolist() if length else []
-                    yield Prediction(names[int(np.argmax(shares))] if length else None, shares)
+                    scores = next(found) if length else None
+                    if scores is None:
+                        yield Prediction(None, [])
+                    elif opened.task.loss_and_numbers is not None:
+                        yield Prediction(float(scores), [])
+                    else:
+                        yield Prediction(names[int(scores.argmax())], scores.softmax(-1).tolist())
                 empty += int((encoded.lengths == 0).sum())
                 bar.advance(len(batch), before + batch[-1].read)
             before += corpus.size or 0
@@ -85,8 +90,8 @@ def _rows(encoded: Encoded, recipe: Recipe, wrapping: tokenizer.Wrapping, paddin
 
 
 @torch.no_grad()
-def _probabilities(opened: LoadedModel, rows: TokenRows, micro_size: int) -> torch.Tensor:
-    """Probabilities of the classes, (rows, C); rows of like lengths are computed together."""
+def _scores(opened: LoadedModel, rows: TokenRows, micro_size: int) -> torch.Tensor:
+    """Scores of the classes, (rows, C), or numbers, (rows, 1); rows of like lengths are computed together."""
     scores = opened.task.scores
     assert scores is not None
     found = torch.zeros(len(rows), len(opened.class_names))
@@ -94,22 +99,32 @@ def _probabilities(opened: LoadedModel, rows: TokenRows, micro_size: int) -> tor
     for start in range(0, len(rows), micro_size):
         share = order[start : start + micro_size]
         batch = batch_to_device(rows.batch(share), opened.device)
-        found[share] = opened.scores(batch, scores).softmax(-1).cpu()
+        found[share] = opened.scores(batch, scores).cpu()
     return found
 
 
-def json_lines(predictions: Iterable[Prediction], names: Sequence[str]) -> Iterator[str]:
-    """Yields a line of JSON for each document."""
+def json_lines(predictions: Iterable[Prediction], names: Sequence[str] | None) -> Iterator[str]:
+    """Yields a line of JSON for each document.
+
+    Args:
+        names: Classes in order of their numbers; None where numbers are predicted.
+    """
     for label, shares in predictions:
-        probabilities = dict(zip(names, map(_rounded, shares), strict=True)) if shares else None
-        yield json.dumps({"label": label, "probabilities": probabilities}, ensure_ascii=False) + "\n"
+        found: dict[str, Any] = {"number": None if label is None else _rounded(label)}
+        if names is not None:
+            probabilities = dict(zip(names, map(_rounded, shares), strict=True)) if shares else None
+            found = {"label": label, "probabilities": probabilities}
+        yield json.dumps(found, ensure_ascii=False) + "\n"
 
 
-def csv_lines(predictions: Iterable[Prediction], names: Sequence[str]) -> Iterator[str]:
-    """Yields a head, and a line of CSV for each document."""
-    yield _csv_line(["label", *(f"probability_{name}" for name in names)])
+def csv_lines(predictions: Iterable[Prediction], names: Sequence[str] | None) -> Iterator[str]:
+    """Yields a head, and a line of CSV for each document; see `json_lines`."""
+    yield _csv_line(["number"] if names is None else ["label", *(f"probability_{name}" for name in names)])
     for label, shares in predictions:
-        yield _csv_line([label, *map(_rounded, shares)] if shares else [""] * (len(names) + 1))
+        if names is None:
+            yield _csv_line(["" if label is None else _rounded(label)])
+        else:
+            yield _csv_line([label, *map(_rounded, shares)] if shares else [""] * (len(names) + 1))
 
 
 def _csv_line(cells: Sequence[Any]) -> str:
@@ -118,5 +133,5 @@ def _csv_line(cells: Sequence[Any]) -> str:
     return text.getvalue()
 
 
-def _rounded(share: float) -> float:
-    return float(f"{share:.6g}")
+def _rounded(value: Any) -> float:
+    return float(f"{value:.6g}")

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from finetune.config.recipe import NUMBER_FIGURES
 from finetune.config.recipe_schema import Recipe
 from finetune.tasks.prompt_set import Prompt
 from finetune.tasks.task import Task, TaskData
@@ -55,6 +56,7 @@ def build_metrics(recipe: Recipe, task: Task, data: TaskData, prompts: Sequence[
     tried = {name: metric for name, metric in metrics.items() if name not in rouge}
     hits = task.loss_and_correct is not None
     figures = {"loss": True, "perplexity": task.text, "accuracy": hits, "recall_macro": hits and task.labelled}
+    figures |= dict.fromkeys(NUMBER_FIGURES, task.loss_and_numbers is not None)
     known = [name for name, reported in figures.items() if reported and data.validation is not None]
     if metrics and task.text:
         if not prompts:
@@ -128,6 +130,33 @@ def f1_macro(counts: Mapping[str, Mapping[str, Any]]) -> float:
 def _mean_of(counts: Mapping[str, Mapping[str, Any]], key: str) -> float:
     values = [found[key] for found in counts.values() if found[key] is not None]
     return float(sum(values) / max(1, len(values)))
+
+
+def compare_numbers(numbers: torch.Tensor) -> dict[str, float]:
+    """Returns the root of the mean squared error, and Pearson's and Spearman's correlation: 0 where a side is constant.
+
+    Args:
+        numbers: (2, rows): predicted and true number of each.
+    """
+    predicted, true = numbers.double().cpu()
+    ranks = [_ranks(side) for side in (predicted, true)]
+    return {
+        "rmse": float((predicted - true).square().mean().sqrt()),
+        "pearson": _correlation(predicted, true),
+        "spearman": _correlation(*ranks),
+    }
+
+
+def _ranks(values: torch.Tensor) -> torch.Tensor:
+    """Returns ranks, of equal values their mean."""
+    _, places, counts = torch.unique(values, return_inverse=True, return_counts=True)
+    return (counts.cumsum(0) - (counts - 1) / 2)[places]
+
+
+def _correlation(one: torch.Tensor, other: torch.Tensor) -> float:
+    if bool((one == one[0]).all()) or bool((other == other[0]).all()):
+        return 0.0
+    return float(torch.corrcoef(torch.stack((one, other)))[0, 1])
 
 
 def find_metrics(names: Sequence[str]) -> dict[str, Metric]:

@@ -58,14 +58,18 @@ class Task:
     """Returns `loss_sum` and the number of targets predicted right, (2,) in fp32, by one forward pass: evaluation
     then reports `accuracy`. Where a row has one class, its number for each row may follow, (2 + B,): `eval.metrics` are
     of these, and of the batch's `targets`."""
+    loss_and_numbers: Callable[["nn.Module", Batch], "torch.Tensor"] | None = None
+    """Returns `loss_sum` and the number that is predicted for each row, (1 + B,) in fp32, by one forward pass:
+    evaluation then compares the numbers with the batch's `targets`."""
     scores: Callable[["nn.Module", Batch], "torch.Tensor"] | None = None
-    """Scores of the classes of each row, (B, C), in fp32: `finetune predict` writes them as probabilities."""
+    """Scores of the classes of each row, (B, C), or its number, (B, 1), in fp32, for `finetune predict`."""
     build_skeleton: Callable[[Recipe, TaskData | None], "nn.Module"] | None = None
     """The network on the meta device, for dry runs and for writing it."""
     text: bool = False
     """True if the network writes text, token by token."""
     labelled: bool = False
-    """True if a row is one document with a class and an attention mask: `padded`, no samples, no conversations."""
+    """True if a row is one document with a class or a number, and an attention mask: `padded`, no samples, no
+    conversations."""
     splits_rows: bool = False
     """True if `loss_sum` takes rows that are split over ranks, by `sequence_parallel.split`."""
     head: "Head | None" = None

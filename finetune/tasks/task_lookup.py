@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 BUILT_IN = {
     "causal_lm": TaskTraits("finetune.tasks.causal_lm:CAUSAL_LM", text=True),
     "sequence_classification": TaskTraits("finetune.tasks.classification:SEQUENCE_CLASSIFICATION", labelled=True),
+    "regression": TaskTraits("finetune.tasks.regression:REGRESSION", labelled=True, numbers=True),
 }
 """The built-in tasks by name, and what recipes are checked for before a task is imported."""
 
@@ -32,7 +33,7 @@ def find_task(recipe: Recipe) -> Task:
     problems = [*_unused_keys(recipe, task)]
     if task.head is not None:
         own = source_conflicts(recipe) if recipe.task.name not in BUILT_IN else ()
-        problems += [*own, *task_conflicts(recipe, TaskTraits(text=task.text, labelled=task.labelled))]
+        problems += [*own, *task_conflicts(recipe, _traits_of(task))]
     if problems:
         raise RecipeError.of("The recipe", problems)
     if task.head is None and recipe.lora is not None:
@@ -45,7 +46,11 @@ def find_task(recipe: Recipe) -> Task:
     if not callable(loss):
         raise RecipeError(f"task.loss: '{recipe.task.loss}' is {type(loss).__name__}, not a function.")
     # What counts hits computes the task's own loss by the way.
-    return replace(task, loss_sum=loss, loss_and_correct=None)
+    return replace(task, loss_sum=loss, loss_and_correct=None, loss_and_numbers=None)
+
+
+def _traits_of(task: Task) -> TaskTraits:
+    return TaskTraits(text=task.text, labelled=task.labelled, numbers=task.loss_and_numbers is not None)
 
 
 def _unused_keys(recipe: Recipe, task: Task) -> Iterator[str]:

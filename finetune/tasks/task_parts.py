@@ -57,20 +57,21 @@ def adapted_task(task: Task) -> Task:
     return replace(task, build_model=model, build_skeleton=skeleton if build_skeleton is not None else None)
 
 
-def build_task_data(recipe: Recipe, quiet: bool, classifier: Head | None = None) -> TaskData:
+def build_task_data(recipe: Recipe, quiet: bool, classifier: Head | None = None, *, numbers: bool = False) -> TaskData:
     """The recipe's data.
 
     Args:
         classifier: The head, where documents have classes: these are numbered as in the model that it starts from.
+        numbers: True if each document has a number.
 
     Raises:
         DataError: If data or tokenizer cannot be used as the recipe says.
         RecipeError: If that model's classes cannot be read.
     """
-    labelled = classifier is not None
+    labelled = classifier is not None or numbers
     known = head_classes(recipe, classifier) if classifier is not None else None
-    prepared = prepare.prepare_data(recipe, labelled=labelled, known=known, quiet=quiet)
-    if prepared.num_labels is not None and prepared.tokenizer.pad_token_id is None:
+    prepared = prepare.prepare_data(recipe, labelled=labelled, numbers=numbers, known=known, quiet=quiet)
+    if labelled and prepared.tokenizer.pad_token_id is None:
         # It fills the rows already. Decoders classify at the last token that is another one, and so do whoever opens
         # the model and pads by its tokenizer.
         prepared.tokenizer.pad_token = prepared.tokenizer.eos_token

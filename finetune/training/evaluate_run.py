@@ -67,8 +67,9 @@ def _evaluate(run: BuiltRun) -> bool:
         counted = task.labelled and task.loss_and_correct is not None
         scored = bool(run.metrics) and not task.text
         classes = None
-        if counted or scored:
-            classes = torch.zeros(2, len(rows), dtype=torch.int64, device=run.backend.device)
+        if counted or scored or task.loss_and_numbers is not None:
+            kind = torch.int64 if task.loss_and_numbers is None else torch.float64
+            classes = torch.zeros(2, len(rows), dtype=kind, device=run.backend.device)
         micro = run.recipe.eval.micro_size or run.recipe.batch.rows
         found = evaluate_rows(
             run.backend, run.model, task, rows, micro, stopping=lambda: run.shutdown.requested, classes=classes
@@ -76,7 +77,9 @@ def _evaluate(run: BuiltRun) -> bool:
         if found is None:
             return False
         figures |= found
-        if classes is not None and counted:
+        if classes is not None and task.loss_and_numbers is not None:
+            figures |= metrics.compare_numbers(classes)
+        elif classes is not None and counted:
             by_class = metrics.count_classes(classes, names)
             confusions = metrics.count_confusions(classes, names) if len(names) <= MOST_COUNTED else {}
             figures["recall_macro"] = metrics.recall_macro(by_class)
@@ -131,7 +134,8 @@ def evaluate_rows(
         model: The prepared model, a `ForwardWrapper` inside.
         micro_size: Rows in one forward pass of one process; it does not change the result.
         stopping: Returns True if this rank was asked to stop; every rank then gives up. Called now and then.
-        classes: Zeros, (2, rows) int64: become the predicted and the true class of each row, on all ranks.
+        classes: Zeros, (2, rows), int64 for classes and float64 for numbers: become the predicted and the true class or
+            number of each row, on all ranks.
 
     Returns:
         None if a rank was asked to stop; else `loss` and `targets`; `perplexity` if the network writes text; `accuracy`
@@ -148,7 +152,9 @@ def evaluate_rows(
             yield computing[-1][1]
 
     with without_training(model):
-        results = backend.evaluate_batches(model, task.loss_and_correct or task.loss_sum, sent())
+        function = task.loss_and_correct or task.loss_and_numbers or task.loss_sum
+        num_sums = 1 if task.loss_and_correct is None else 2
+        results = backend.evaluate_batches(model, function, sent())
         for number, found in enumerate(results):
             share, batch = computing.popleft()
             if number % _ASK_EVERY == _ASK_EVERY - 1:
@@ -157,11 +163,13 @@ def evaluate_rows(
                     return None
             if share.size and backend.mesh.counts_loss:
                 found = found.reshape(-1)
-                sums[: len(found[:2])] += found[:2].double()
+                sums[:num_sums] += found[:num_sums].double()
                 if classes is not None:
-                    if len(found) != 2 + len(share):
+                    if len(found) != num_sums + len(share):
                         raise RecipeError("eval.metrics: the task's `loss_and_correct` gives no class of each row.")
-                    classes[:, share] = torch.stack((found[2:].long(), batch["targets"]))
+                    classes[:, share] = torch.stack(
+                        [side.to(classes.dtype) for side in (found[num_sums:], batch["targets"])]
+                    )
                 sums[2] += rows.num_targets(share) if backend.mesh.counts_rows else 0
     if classes is not None:
         backend.all_reduce_sum(classes)

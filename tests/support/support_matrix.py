@@ -72,6 +72,21 @@ FEATURES = {
         {"task.name": "sequence_classification", "task.num_labels": 7},
         {"data.packing": "padded", "model.config": ARCHITECTURES["bert"]["model"]["config"]},
     ),
+    "weights": Feature(
+        "class weights",
+        {"task.class_weights": "balanced"},
+        {
+            "task.name": "sequence_classification",
+            "task.num_labels": 7,
+            "data.packing": "padded",
+            "model.config": ARCHITECTURES["bert"]["model"]["config"],
+        },
+    ),
+    "numbers": Feature(
+        "regression",
+        {"task.name": "regression"},
+        {"data.packing": "padded", "model.config": ARCHITECTURES["bert"]["model"]["config"]},
+    ),
     "own_task": Feature("custom task", {"task.name": "own_task:mlp"}),
     "fp32": Feature("fp32", {"precision": "fp32"}),
     "bf16": Feature("bf16", {"precision": "bf16"}),
@@ -161,6 +176,11 @@ def _rows() -> Iterator[tuple[str, ...]]:
     networks = "models/test_architectures.py::test_same_path_on_every_backend[%s-{}]"
     yield networks % "bert", _TWO, "classes padded all AdamW fp32 evaluation", "ARCHITECTURES.bert"
     yield networks % "mlp", _TWO, "own_task all AdamW fp32 evaluation", "ARCHITECTURES.mlp"
+    weighted = "training/test_pairs_and_weights.py::test_every_backend_takes_the_single_process_path[{}]"
+    yield weighted, _TWO, "weights classes padded all SGD fp32 evaluation accumulation"
+    numbers = "training/test_regression.py::test_every_backend_takes_the_single_process_path[{}]"
+    yield numbers, "single ddp fsdp zero3", "numbers padded all SGD fp32 evaluation accumulation"
+    yield numbers, "single ddp fsdp zero3", "numbers padded lora AdamW fp32 evaluation accumulation"
     checkpointed = "ARCHITECTURES.llama_checkpointed"
     yield networks % "llama_checkpointed", _TWO, f"checkpointing all {_PLAIN}", checkpointed
     fp8 = "fp8 bf16 checkpointing all AdamW documents evaluation"

@@ -202,8 +202,8 @@ class TokenRows:
     """True if batches are always T wide; else they are as wide as their longest row, in steps of 8."""
     wrapping: Wrapping
     """Tokens around each document of a classifier, and between the two texts of a pair."""
-    classes: Int64s | None = None
-    """The class of each row, which is one document: (rows,). None for language modelling."""
+    classes: Int64s | npt.NDArray[np.float32] | None = None
+    """The class or number of each row, which is one document: (rows,). None for language modelling."""
     pairs: Int64s | None = None
     """Tokens of both texts of each row, (rows, 2); None where a document is one text."""
     class_weights: npt.NDArray[np.float32] | None = None
@@ -240,9 +240,9 @@ class TokenRows:
             `position_ids`, which restart at each document and at the padding, and `cu_seqlens`: where they do in
             the batch read row by row, and its end, (D + 1,) int32 for D documents. There is no attention mask: it
             would make models look across documents.
-            For classification `input_ids` and `attention_mask`, (B, L) int64, and `targets`, (B,) int64; where classes
-            are weighted also `weights`, (B,) fp32; of pairs also `token_type_ids`, (B, L) int64, if the tokenizer
-            gives them.
+            For classification `input_ids` and `attention_mask`, (B, L) int64, and `targets`, (B,) int64, or fp32 for
+            numbers; where classes are weighted also `weights`, (B,) fp32; of pairs also `token_type_ids`, (B, L) int64,
+            if the tokenizer gives them.
         """
         return self._language_batch(rows) if self.classes is None else self._class_batch(rows, self.classes[rows])
 
@@ -272,7 +272,9 @@ class TokenRows:
             found["cu_seqlens"] = torch.from_numpy(cu_seqlens.astype(np.int32))
         return found
 
-    def _class_batch(self, rows: npt.NDArray[np.integer], targets: Int64s) -> dict[str, torch.Tensor]:
+    def _class_batch(
+        self, rows: npt.NDArray[np.integer], targets: Int64s | npt.NDArray[np.float32]
+    ) -> dict[str, torch.Tensor]:
         around = self.wrapping
         width = min(self.row_length, _round_up(int(self._widths[rows].max(initial=1)) + around.size))
         inputs = np.full((rows.size, width), self.padding_id, np.int64)

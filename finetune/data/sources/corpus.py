@@ -67,6 +67,7 @@ class Corpus:
         form, classes = self.fields.form, self.fields.classes
         taken = form.fingerprint() if form else [self.fields.text, self.fields.label]
         taken += [self.fields.pair] if self.fields.pair is not None else []
+        taken += ["numbers"] if self.fields.numbers else []
         found = {"content": self.content, "fields": taken, "weight": self.source.weight, "limit": self.source.limit}
         return {**found, "classes": classes} if classes else found
 
@@ -80,18 +81,19 @@ class Corpus:
         return itertools.islice(self._read(self.meter), self.source.limit)
 
 
-def open_source(source: Source, *, labelled: bool, form: RecordForm | None = None) -> Corpus:
+def open_source(source: Source, *, labelled: bool, form: RecordForm | None = None, numbers: bool = False) -> Corpus:
     """Finds what a source names and fingerprints it; reads no documents yet.
 
     Args:
-        labelled: True if documents have classes.
+        labelled: True if documents have classes or numbers.
+        numbers: True if they have numbers.
         form: The way that records become conversations; None where they are documents.
 
     Raises:
         DataError: If there is no such source, or it is in no known format.
     """
     label = source.label_field if labelled else None
-    fields = Fields(source.text_field, label, form, pair=source.pair_field if form is None else None)
+    fields = Fields(source.text_field, label, form, pair=source.pair_field if form is None else None, numbers=numbers)
     if source.sample is not None:
         return _open_sample(source, source.sample, fields)
     if source.path is None:
@@ -229,11 +231,13 @@ class Rules:
     held_out: float
     """Share of the documents, by hash, that is kept for evaluation."""
     labelled: bool
+    numbers: bool = False
+    """True if labels are numbers; sources say so as well."""
 
     @property
     def by_class(self) -> bool:
         """True if that share is one of each class, for which all labels are read first."""
-        return self.labelled and self.held_out > 0
+        return self.labelled and not self.numbers and self.held_out > 0
 
 
 class Chosen(NamedTuple):
@@ -246,7 +250,7 @@ class Chosen(NamedTuple):
     held_out: bool
     copies: int
     """Times that it counts in an epoch, at least 1."""
-    label: int | str | None
+    label: int | str | float | None
     where: str
     """File and line, for error messages."""
     read: int
@@ -314,7 +318,7 @@ def held_out_digests(corpora: Sequence[Corpus], rules: Rules) -> npt.NDArray[np.
     Raises:
         DataError: If a document cannot be read.
     """
-    numbers: dict[int | str, int] = {}
+    numbers: dict[int | str | float, int] = {}
     digests, codes = array("Q"), array("Q")
     for corpus in corpora:
         for item in choose_texts(corpus, replace(rules, held_out=0.0)):

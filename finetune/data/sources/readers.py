@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +26,7 @@ class Document(NamedTuple):
 
     text: str
     """The text, or the JSON of a conversation; empty where a broken one is left out."""
-    label: int | str | None
+    label: int | str | float | None
     """None where no label was asked for."""
     where: str
     """File and line, for error messages."""
@@ -47,6 +48,8 @@ class Fields(NamedTuple):
     """Names that the file itself gives to the numbers in `label`, if it does."""
     pair: str | None = None
     """Field of a second text; None where documents have one."""
+    numbers: bool = False
+    """True if `label` holds a number, and no class."""
 
     @property
     def columns(self) -> list[str] | None:
@@ -125,8 +128,24 @@ def document_of(record: Any, fields: Fields, where: str) -> Document:
     return Document(text, label, where, pair=pair)
 
 
-def _label(label: Any, fields: Fields, where: str) -> int | str:
-    """The class that a record says, whatever format it comes from."""
+def _number(label: Any, fields: Fields, where: str) -> float:
+    """The number that a record says."""
+    try:
+        number = math.nan if isinstance(label, bool) else float(label)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise DataError(
+            f"{where}: the label in '{fields.label}' is {json.dumps(label, default=str)[:80]}, and regression needs a "
+            "finite number. Mend or remove the record, or name another `label_field`."
+        )
+    return number
+
+
+def _label(label: Any, fields: Fields, where: str) -> int | str | float:
+    """The class that a record says, whatever format it comes from; or its number."""
+    if fields.numbers:
+        return _number(label, fields, where)
     problem, classes = "", fields.classes
     # As CSV, JSON, pandas and `ClassLabel` write that there is none.
     blank = isinstance(label, str) and not label.strip()

@@ -326,7 +326,7 @@ class Shards:
                     f"{folder} is damaged: it does not hold what was tokenised. Start again: it is made anew."
                 )
         state = self._left or {"labels": [], "source": 0, "documents": 0, "all_documents": 0}
-        self.labels: dict[int | str, int] = {label: number for number, label in enumerate(state["labels"])}
+        self.labels: dict[int | str | float, int] = {label: number for number, label in enumerate(state["labels"])}
         """Labels in the order that they came, and their numbers."""
         self._source: int = state["source"]
         self._documents: int = state["documents"]  # of the source, of which a state counts at least one

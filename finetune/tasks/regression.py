@@ -1,0 +1,57 @@
+"""Regression: one number a row, by the squared error. Letters as in `task`."""
+
+from functools import partial
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import PretrainedConfig
+
+from finetune.config.recipe_schema import Recipe
+from finetune.models.heads import Head
+from finetune.models.model_config import resolve_model_config
+from finetune.tasks.classification import network_inputs, set_padding
+from finetune.tasks.task import Batch, TaskData
+from finetune.tasks.task_parts import build_task_data, transformers_task
+
+HEAD = Head("AutoModelForSequenceClassification", "SEQ_CLS", "text-classification")
+
+
+def _build_config(recipe: Recipe, ready: TaskData | None) -> PretrainedConfig:
+    tokenizer = ready.tokenizer if ready else None
+    config = resolve_model_config(
+        recipe, HEAD, tokenizer=tokenizer, vocab_size=recipe.tokenizer.vocab_size, num_labels=1
+    )
+    config.problem_type = "regression"
+    if tokenizer is not None:
+        set_padding(config, tokenizer)
+    return config
+
+
+def _numbers(network: nn.Module, batch: Batch) -> torch.Tensor:
+    """The number of each row, (B, 1), in fp32."""
+    return network(**network_inputs(network, batch)).logits.float()  # type: ignore[no-any-return]
+
+
+def _loss_sum(network: nn.Module, batch: Batch) -> torch.Tensor:
+    return _squared_error(_numbers(network, batch), batch)
+
+
+def _squared_error(numbers: torch.Tensor, batch: Batch) -> torch.Tensor:
+    return functional.mse_loss(numbers[:, 0], batch["targets"].float(), reduction="sum")
+
+
+def _loss_and_numbers(network: nn.Module, batch: Batch) -> torch.Tensor:
+    numbers = _numbers(network, batch)
+    return torch.cat((_squared_error(numbers, batch).reshape(1), numbers[:, 0]))
+
+
+REGRESSION = transformers_task(
+    HEAD,
+    _build_config,
+    build_data=partial(build_task_data, numbers=True),
+    loss_sum=_loss_sum,
+    loss_and_numbers=_loss_and_numbers,
+    scores=_numbers,
+    labelled=True,
+)
