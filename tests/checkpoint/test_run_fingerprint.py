@@ -74,6 +74,7 @@ MATHEMATICS: dict[str, tuple[Any, dict[str, Any]]] = {
     "source.sample": (20, {"source.path": None, "source.sample": 30}),
     "source.path": ("other.jsonl", {}),
     "source.text_field": ("story", {}),
+    "source.pair_field": ("story", {**CLASSES, "source.pair_field": "text"}),
     "source.format": ("pairs", CHAT),
     "source.fields": ({"user": "other", "assistant": "answer"}, CHAT),
     "source.weight": (2.0, {}),
