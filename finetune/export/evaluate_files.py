@@ -47,7 +47,8 @@ def recipe_of(
     longest = min(_LONGEST, opened.longest or _LONGEST)
     if opened.task.labelled:
         # A row is as long as its document, and no longer.
-        longest = min(opened.longest or _LONGEST, opened.tokenizer.model_max_length)
+        known = opened.longest or 0  # -1 where it is said to have no end
+        longest = min(known if known > 0 else _LONGEST, opened.tokenizer.model_max_length)
     tree: dict[str, Any] = {"data": {"sequence_length": longest}}
     origin: dict[str, Any] = {}
     if opened.recipe is not None:
@@ -115,6 +116,8 @@ def evaluate_files(
     loss, targets = 0.0, rows.num_targets(np.arange(len(rows)))
     classes = torch.zeros(2, len(rows), dtype=torch.float64 if numbers else torch.int64)
     function = task.loss_and_numbers or task.loss_and_correct
+    if task.labelled and function is None:
+        raise RecipeError("--data: the run's task gives no class of each row (`loss_and_correct`), and no number.")
     say(f"Evaluating {len(rows):,} rows of {recipe.data.sequence_length} tokens, {targets:,} targets.")
     with torch.no_grad(), rows_bar("evaluating", len(rows)) as advance:
         for share, batch in evaluation_batches(rows, micro_size):

@@ -66,7 +66,7 @@ def predict_files(opened: LoadedModel, recipe: Recipe, micro_size: int = 32) -> 
                 bar.advance(len(batch), before + batch[-1].read)
             before += corpus.size or 0
         if empty:
-            bar.say(f"{empty:,} documents have no text, and get no class.")
+            bar.say(f"Documents without text, which get nothing: {empty:,}.")
 
 
 def _rows(encoded: Encoded, recipe: Recipe, wrapping: tokenizer.Wrapping, padding_id: int) -> TokenRows:

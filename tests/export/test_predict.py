@@ -139,7 +139,7 @@ def test_a_table_has_a_row_for_each_document(full: Job, tmp_path: Path, capsys: 
     file, target = tmp_path / "some.csv", tmp_path / "out.csv"
     file.write_text('story\n"Once upon a time"\n"  "\n"The end, ""said"" she."\n')
     assert main.main(["predict", str(full.run), str(file), "--output", str(target)]) == 0
-    assert "1 documents have no text, and get no class" in capsys.readouterr().err
+    assert "Documents without text, which get nothing: 1." in capsys.readouterr().err
     with target.open(newline="") as opened:
         rows = list(csv.DictReader(opened))
     assert [sorted(rows[0])] == [sorted(["label", *(f"probability_{name}" for name in NAMES)])]
