@@ -211,9 +211,9 @@ def test_refusals(full: Job, words: list[str], said: str, capsys: pytest.Capture
 
 
 def test_heads_of_other_kinds_are_refused(bert: Path, tmp_path: Path) -> None:
-    for labels, kind in ((3, "multi_label_classification"), (1, "regression")):
+    for labels, kind in ((3, "multi_label_classification"), (3, "regression")):
         config = BertConfig.from_pretrained(bert, num_labels=labels, problem_type=kind)
         AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / kind)
         AutoTokenizer.from_pretrained(bert).save_pretrained(tmp_path / kind)
         with pytest.raises(RecipeError, match="for a document, as its config"):
-            load_model(str(tmp_path / kind)).require_classes()
+            load_model(str(tmp_path / kind)).require_labels()

@@ -79,7 +79,7 @@ def job(source: dict[str, Any], tokenizer: Path, **sections: Any) -> dict[str, A
 @pytest.fixture(scope="session")
 def jobs(launcher: Launcher) -> dict[str, dict[str, Any]]:
     folder = launcher.shared / "pairs"
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     source, tokenizer = save_pairs(folder), save_tokenizer(folder / "tokenizer")
     sizes = {
         f"micro_{size}": job(source, tokenizer, batch={"global_size": 8, "micro_size": size}) for size in (1, 2, 8)
@@ -150,6 +150,7 @@ def test_evaluation_is_not_weighted(tmp_path: Path) -> None:
     for weights in (None, [1.0, 9.0]):
         tree = job(source, tokenizer, optim={"lr": 1e-12}, length={"steps": 1}, task={"class_weights": weights})
         tree["output"] = {"dir": str(tmp_path / f"run{bool(weights)}")}
+        tree["data"]["cache_dir"] = str(tmp_path / "cache")
         found.append(run_here(tree).results)
     assert found[0]["validation_loss"] == pytest.approx(found[1]["validation_loss"], rel=1e-6)
     assert found[0]["first_loss"] * 1.2 < found[1]["first_loss"]

@@ -56,7 +56,7 @@ BACKENDS = [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_backend_takes_the_single_process_path(launcher: Launcher, backend: str) -> None:
-    launcher.shared.mkdir(exist_ok=True)
+    launcher.shared.mkdir(parents=True, exist_ok=True)
     file = launcher.shared / "numbers.jsonl"
     jobs = {
         "sgd": job(str(file), optim={**SGD, "lr": 0.05, "args": {}}),
