@@ -217,6 +217,8 @@ def _verify(job: _Export, staging: Path) -> list[str]:
         "revision": recipe.model.revision,
         "trust_remote_code": recipe.model.trust_remote_code,
         "num_labels": job.config.num_labels if adapter and not job.head.next_token else None,
+        # Decoders classify at the last token that is no padding.
+        "pad_token_id": job.config.pad_token_id if adapter and not job.head.next_token else None,
         "dequantize": job.quantized == "stored",
     }
     answer = verify_export.open_in_fresh_process(staging, probe, question)

@@ -24,7 +24,7 @@ def _open(ask: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     else:
         from peft import PeftModel
 
-        more = {"num_labels": ask["num_labels"]} if ask["num_labels"] is not None else {}
+        more = {key: ask[key] for key in ("num_labels", "pad_token_id") if ask.get(key) is not None}
         base, report = auto.from_pretrained(ask["base"], revision=ask["revision"], **more, **options)
         if ask["dequantize"]:
             base = base.dequantize()

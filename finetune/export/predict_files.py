@@ -110,8 +110,10 @@ def json_lines(predictions: Iterable[Prediction], names: Sequence[str] | None) -
         names: Classes in order of their numbers; None where numbers are predicted.
     """
     for label, shares in predictions:
-        found: dict[str, Any] = {"number": None if label is None else _rounded(label)}
-        if names is not None:
+        found: dict[str, Any]
+        if names is None:
+            found = {"number": None if label is None else _rounded(label)}
+        else:
             probabilities = dict(zip(names, map(_rounded, shares), strict=True)) if shares else None
             found = {"label": label, "probabilities": probabilities}
         yield json.dumps(found, ensure_ascii=False) + "\n"

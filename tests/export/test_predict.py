@@ -22,7 +22,7 @@ from finetune.tasks.metrics import count_classes, count_confusions, f1_macro
 from finetune.utils.errors import RecipeError
 
 NAMES = ("fine", "bad", "mixed")
-TEXTS = [story.text for story in story_generator.stories(60)]
+TEXTS = [f"{NAMES[n % 3]} {NAMES[n % 3]} {story.text}" for n, story in enumerate(story_generator.stories(60))]
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +39,7 @@ class Job(NamedTuple):
 
 
 def labelled(file: Path, texts: list[str], **more: Any) -> Path:
-    rows = [{"story": f" {text}\n", "verdict": NAMES[len(text) % 3], **more} for text in texts]
+    rows = [{"story": f" {text}\n", "verdict": text.split()[0], **more} for text in texts]
     file.write_text("\n".join(json.dumps(row) for row in rows))
     return file
 
@@ -59,8 +59,8 @@ def job(folder: Path, **sections: Any) -> Job:
             "cache_dir": str(folder / "cache"),
         },
         "batch": {"global_size": 8, "micro_size": 4},
-        "length": {"steps": 12},
-        "optim": {"lr": 1e-2},
+        "length": {"steps": 30},
+        "optim": {"lr": 3e-3},
         "eval": {"metrics": ["accuracy"]},
         "output": {"dir": str(folder / "run")},
         "precision": "fp32",
@@ -98,7 +98,7 @@ def test_every_place_predicts_what_the_evaluation_counted(full: Job, capsys: pyt
     assert len(set(full.predicted)) > 1
     found = lines_of(full.run, full.file, capsys)
     assert [line["label"] for line in found] == full.predicted
-    assert lines_of(full.run / "checkpoints" / "step-00000012", full.file, capsys, "--batch-size", "3") == found
+    assert lines_of(full.run / "checkpoints" / "step-00000030", full.file, capsys, "--batch-size", "3") == found
     for line in found:
         assert sum(line["probabilities"].values()) == pytest.approx(1, abs=1e-5)
         assert max(line["probabilities"], key=line["probabilities"].get) == line["label"]
@@ -184,7 +184,7 @@ def test_counts_by_hand() -> None:
 
 def test_the_report_shows_the_classes(full: Job) -> None:
     assert main.main(["report", str(full.run)]) == 0
-    page = (full.run / "report.html").read_text()
+    page = (full.run / "report" / "report.html").read_text()
     assert "true class, taken for" in page
     assert "Classes, at the last evaluation" in page
 
