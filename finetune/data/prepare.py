@@ -375,8 +375,8 @@ class _Preparation:
         if train is not None and train.tokens is not side.tokens:
             overlap = int(np.isin(side.file.digests, train.file.digests).sum())
         of_classes: dict[str, int] = {}
-        if classes is not None:
-            documents = np.bincount(rows.classes, minlength=classes.count).tolist()
+        if classes is not None and rows.classes is not None:
+            documents = np.bincount(rows.classes.astype(np.int64), minlength=classes.count).tolist()
             of_classes = dict(zip(classes.names, documents, strict=True))
         found = findings(counts["issues"])
         chat, eos = None, self._tokenizer.eos_token_id

@@ -150,7 +150,8 @@ def compare_numbers(numbers: torch.Tensor) -> dict[str, float]:
 def _ranks(values: torch.Tensor) -> torch.Tensor:
     """Returns ranks, of equal values their mean."""
     _, places, counts = torch.unique(values, return_inverse=True, return_counts=True)
-    return (counts.cumsum(0) - (counts - 1) / 2)[places]
+    ranks: torch.Tensor = (counts.cumsum(0) - (counts - 1) / 2)[places]
+    return ranks
 
 
 def _correlation(one: torch.Tensor, other: torch.Tensor) -> float:

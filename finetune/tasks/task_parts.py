@@ -76,14 +76,16 @@ def build_task_data(recipe: Recipe, quiet: bool, classifier: Head | None = None,
         # the model and pads by its tokenizer.
         prepared.tokenizer.pad_token = prepared.tokenizer.eos_token
     train = prepared.report.train
-    weights = _class_weights(recipe, prepared) if prepared.train is not None else None
+    rows, weights = prepared.train, _class_weights(recipe, prepared)
+    if rows is not None and weights is not None:
+        rows = replace(rows, class_weights=weights)
     lines = prepared.report.start_lines()
     if weights is not None:
         told = (f"{name} {weight:.4g}" for name, weight in zip(prepared.label_names, weights.tolist(), strict=True))
         lines.append(f"class weights: {some([*told])}")
     names = train.chat.ends if train is not None and train.chat is not None else {}
     return TaskData(
-        train=replace(prepared.train, class_weights=weights) if weights is not None else prepared.train,
+        train=rows,
         validation=prepared.validation,
         tokenizer=prepared.tokenizer,
         report=asdict(prepared.report),
@@ -106,7 +108,7 @@ def _class_weights(recipe: Recipe, prepared: PreparedData) -> npt.NDArray[np.flo
         return None
     names = prepared.label_names
     if asked == "balanced":
-        counts = np.bincount(rows.classes, minlength=len(names))
+        counts = np.bincount(rows.classes.astype(np.int64), minlength=len(names))
         return (len(rows) / (np.count_nonzero(counts) * np.maximum(counts, 1))).astype(np.float32)
     if len(asked) != len(names):
         raise RecipeError(
