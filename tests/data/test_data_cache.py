@@ -97,7 +97,7 @@ def test_a_cache_of_a_strangers_holds_numbers_only(tmp_path: Path, what: str) ->
         sample(tmp_path)
 
 
-@pytest.mark.parametrize("state", ["{", "[]", '{"version": 3}', '{"version": 3, "sides": 3}', '{"version": null}'])
+@pytest.mark.parametrize("state", ["{", "[]", '{"version": 4}', '{"version": 4, "sides": 3}', '{"version": null}'])
 def test_a_state_that_is_none_is_not_gone_on_from(tmp_path: Path, state: str) -> None:
     first = sample(tmp_path)
     folder = folders(tmp_path, "tokens")[0]
@@ -105,7 +105,7 @@ def test_a_state_that_is_none_is_not_gone_on_from(tmp_path: Path, state: str) ->
     for file in part.iterdir():
         file.unlink()
     (part / "state.json").write_text(state)
-    if '"version": 3' in state:
+    if '"version": 4' in state:
         with pytest.raises(DataError, match="is damaged"):
             sample(tmp_path)
     assert sample(tmp_path).digest == first.digest
@@ -120,7 +120,7 @@ def test_a_part_that_links_elsewhere_is_not_written_through(tmp_path: Path) -> N
     part = folder.rename(folder.with_name(f"{folder.name}.part"))
     (part / "train.tokens").unlink()
     (part / "train.tokens").symlink_to(precious)
-    (part / "state.json").write_text('{"version": 3}')
+    (part / "state.json").write_text('{"version": 4}')
     sample(cache)
     assert precious.read_text() == "mine"
 
