@@ -75,7 +75,7 @@ def _add_sampling_arguments(verb: argparse.ArgumentParser) -> None:
 
 
 def export(parsed: argparse.Namespace) -> None:
-    """Write the adapter or merged model of a run, and verify it."""
+    """Write the adapter, merged model or GGUF file of a run, and verify it."""
     if parsed.kind.startswith("gguf"):
         require_installed("gguf", f"--as {parsed.kind}", extra="gguf")
     arguments.prepare_libraries()

@@ -69,9 +69,9 @@ def read_tokens(ask: dict[str, Any]) -> dict[str, Any]:
     found = transformers.AutoTokenizer.from_pretrained(ask["folder"], gguf_file=ask["gguf"])
     return {
         "ids": [found(text, add_special_tokens=False)["input_ids"] for text in ask["texts"]],
-        "chat_template": found.chat_template,
-        "bos_token": found.bos_token,
-        "eos_token": found.eos_token,
+        "chat template": found.chat_template,
+        "bos token": found.bos_token,
+        "eos token": found.eos_token,
     }
 
 

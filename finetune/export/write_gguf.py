@@ -34,7 +34,7 @@ MOST_STOPS = 3
 # llama.cpp computes Mistral as it does Llama.
 _ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 # Of the configuration: what these architectures are in llama.cpp, whatever the file says.
-_FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 1.0}
+_FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -283,8 +283,12 @@ def _add_tokenizer(writer: Any, tokenizer: Any, size: int, stops: Sequence[int],
     ):
         if number is not None:
             add(number)
-    if tokenizer.chat_template:
-        writer.add_chat_template(tokenizer.chat_template)
+    if (template := _template(tokenizer)) is not None:
+        writer.add_chat_template(template)
+
+
+def _template(tokenizer: Any) -> str | None:
+    return tokenizer.get_chat_template() if tokenizer.chat_template else None
 
 
 def check_texts(tokenizer: Any) -> list[str]:
@@ -346,10 +350,12 @@ def check_tokens(file: Path, question: dict[str, Any], found: dict[str, Any], to
     wanted = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in question["texts"]]
     for text, ids, right in zip(question["texts"], found["ids"], wanted, strict=True):
         if ids != right:
-            raise CheckpointError(f"{file}, read by transformers, turns '{text}' into the tokens {ids}, not {right}.")
-    for key in ("chat_template", "bos_token"):
-        if found[key] != getattr(tokenizer, key):
-            raise CheckpointError(f"{file}, read by transformers, has another {key.replace('_', ' ')}: {found[key]}.")
+            one, other = (tokenizer.convert_ids_to_tokens(row)[:40] for row in (ids, right))
+            raise CheckpointError(f"{file}, read by transformers, makes the tokens {one} of {text!r}, not {other}.")
+    same = {"chat template": _template(tokenizer), "bos token": tokenizer.bos_token, "eos token": tokenizer.eos_token}
+    for name, value in same.items():
+        if value is not None and found[name] != value:
+            raise CheckpointError(f"{file}, read by transformers, has another {name}: {found[name]}, not {value}.")
     taken = ", ".join(question["config"])
     note = f" transformers' reader leaves out {taken}, which it was given." if taken else ""
-    return f"Its tokenizer makes the same of {len(wanted)} texts, and ends them at '{found['eos_token']}'.{note}"
+    return f"Its tokenizer makes the same of {len(wanted)} texts, and ends them at {found['eos token']}.{note}"
