@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import filelock
 import huggingface_hub
@@ -183,7 +184,8 @@ def _write_merged(job: _Export, staging: Path, say: Say) -> list[int]:
 
 def _write_gguf(job: _Export, file: Path, say: Say) -> None:
     """Writes weights, tokenizer, template and ends of texts in one file, and a Modelfile beside it."""
-    model, tokenizer = _build_merged(job, say), job.ready.tokenizer
+    model = _build_merged(job, say)
+    tokenizer: Any = job.ready.tokenizer
     stops = _stops(job, model.generation_config or GenerationConfig.from_model_config(model.config), say)
     if len(stops) > write_gguf.MOST_STOPS:
         names = ", ".join(tokenizer.convert_ids_to_tokens(stops[write_gguf.MOST_STOPS :]))

@@ -137,7 +137,7 @@ def _rope(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def _head_dim(config: Any) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def write_gguf(
@@ -228,7 +228,7 @@ def _rope_factors(config: PretrainedConfig) -> torch.Tensor | None:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     size = _head_dim(config)
-    plain = 1.0 / rope["rope_theta"] ** (torch.arange(0, size, 2).float() / size)
+    plain: torch.Tensor = 1.0 / rope["rope_theta"] ** (torch.arange(0, size, 2).float() / size)
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
     return plain / scaled
 
