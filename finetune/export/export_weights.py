@@ -192,7 +192,8 @@ def _write_gguf(job: _Export, file: Path, say: Say) -> None:
         say(f"A GGUF file names {write_gguf.MOST_STOPS} ends of texts. Only the Modelfile says that {names} are, too.")
     add_bos = write_gguf.begins_with_bos(tokenizer, job.recipe)
     say(write_gguf.write_gguf(model, tokenizer, file, job.kind, stops, add_bos=add_bos))
-    write_gguf.write_modelfile(file.parent, file.name, tokenizer, stops)
+    if not write_gguf.write_modelfile(file.parent, file.name, tokenizer, stops) and tokenizer.chat_template:
+        say("The Modelfile has no TEMPLATE: Ollama takes the one in the file if it knows it. Compare an answer first.")
 
 
 def _write_adapter(job: _Export, staging: Path, say: Say) -> list[int]:

@@ -20,10 +20,11 @@ def _open(ask: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     auto = getattr(transformers, ask["auto"])
     options = {"dtype": torch.float32, "trust_remote_code": ask["trust_remote_code"], "output_loading_info": True}
     if ask.get("gguf"):
-        config = transformers.AutoConfig.from_pretrained(ask["folder"], gguf_file=ask["gguf"])
+        where = {"gguf_file": ask["gguf"], "trust_remote_code": False}
+        config = transformers.AutoConfig.from_pretrained(ask["folder"], **where)
         for key, value in ask["config"].items():
             setattr(config, key, value)
-        network, report = auto.from_pretrained(ask["folder"], gguf_file=ask["gguf"], config=config, **options)
+        network, report = auto.from_pretrained(ask["folder"], config=config, **{**options, **where})
     elif ask["base"] is None:
         network, report = auto.from_pretrained(ask["folder"], **options)
     else:
@@ -66,7 +67,7 @@ def select_inputs(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, to
 
 def read_tokens(ask: dict[str, Any]) -> dict[str, Any]:
     """Returns what the tokenizer in a GGUF file makes of texts, its chat template and its special tokens."""
-    found = transformers.AutoTokenizer.from_pretrained(ask["folder"], gguf_file=ask["gguf"])
+    found = transformers.AutoTokenizer.from_pretrained(ask["folder"], gguf_file=ask["gguf"], trust_remote_code=False)
     return {
         "ids": [found(text, add_special_tokens=False)["input_ids"] for text in ask["texts"]],
         "chat template": found.chat_template,

@@ -228,9 +228,9 @@ def _rope_factors(config: PretrainedConfig) -> torch.Tensor | None:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     size = _head_dim(config)
-    plain: torch.Tensor = 1.0 / rope["rope_theta"] ** (torch.arange(0, size, 2).float() / size)
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
-    return plain / scaled
+    factors: torch.Tensor = rope["rope_theta"] ** (torch.arange(0, size, 2).float() / -size) / scaled
+    return factors
 
 
 def _add_sizes(writer: Any, config: Any) -> None:
@@ -298,8 +298,8 @@ def check_texts(tokenizer: Any) -> list[str]:
     return [re.sub(r"\d", "", text) for text in texts] if split_of(tokenizer) == "smollm" else texts
 
 
-def write_modelfile(folder: Path, file: str, tokenizer: Any, stops: Sequence[int]) -> None:
-    """Writes a `Modelfile` for Ollama; with a template only if the chat template writes ChatML, or as Llama 3 does."""
+def write_modelfile(folder: Path, file: str, tokenizer: Any, stops: Sequence[int]) -> bool:
+    """Writes a `Modelfile` for Ollama; returns True if it has a template: of ChatML, or of the format of Llama 3."""
     lines, bos = [f"FROM ./{file}"], tokenizer.bos_token or ""
     whole, later = (_render(tokenizer, turns).removeprefix(bos) for turns in (_TURNS, _TURNS[1:]))
     for turn, start in _TEMPLATES:
@@ -314,6 +314,7 @@ def write_modelfile(folder: Path, file: str, tokenizer: Any, stops: Sequence[int
             lines.append(f'SYSTEM """{default}"""')
     lines += [f'PARAMETER stop "{tokenizer.convert_ids_to_tokens(number)}"' for number in stops]
     (folder / "Modelfile").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return any(line.startswith("TEMPLATE") for line in lines)
 
 
 def begins_with_bos(tokenizer: Any, recipe: Recipe) -> bool:

@@ -355,7 +355,7 @@ def test_modelfiles_say_what_templates_say(tmp_path: Path) -> None:
             (None, []),
         ):
             reader.chat_template = template
-            write_gguf.write_modelfile(tmp_path, "model.gguf", reader, [])
+            assert write_gguf.write_modelfile(tmp_path, "model.gguf", reader, []) == bool(expected)
             words = (tmp_path / "Modelfile").read_text()
             assert [part for part in ("TEMPLATE", 'SYSTEM """Be kind."""') if part in words] == expected
     finally:
