@@ -64,7 +64,7 @@ def talking(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     tree = {
         "model": {"name": MODEL},
-        "chat": {},
+        "chat": {"template": "plain"},
         "data": {
             "train": [{"path": str(folder / "pairs.jsonl")}],
             "packing": "padded",
