@@ -19,6 +19,7 @@ from finetune.checkpoint.snapshot import Snapshot
 from finetune.config.recipe_schema import Recipe
 from finetune.data.rows.feed import TokenFileFeed
 from finetune.data.rows.row_order import RowOrder
+from finetune.data.show_examples import preview
 from finetune.distributed import device_selection, rendezvous_store
 from finetune.distributed.backend import Backend
 from finetune.distributed.held_memory import Memory
@@ -318,7 +319,7 @@ def _open_run(
             "data": {"digest": data.digest, **data.report},
         }
         begin = {"from_step": resume.step, "resumed_from": resume.source, "data_ranks": plan.launch.data_ranks}
-        inputs.directory.create(backend, recipe, facts, begin=begin)
+        inputs.directory.create(backend, recipe, facts, begin=begin, examples=partial(_first_examples, data))
     folder = inputs.directory.path
     trackers = Trackers(recipe.log.trackers, folder, {"recipe": recipe.model_dump(mode="json"), "launch": launch})
     reporter = Reporter(backend, folder, inputs.length.num_steps, trackers=trackers, quiet=quiet)
@@ -333,6 +334,13 @@ def _open_run(
     for line in (*weights, *plan.micro_size.lines, *_start_lines(plan, backend, built, resume)):
         reporter.say(line)
     return reporter
+
+
+def _first_examples(data: TaskData) -> list[list[dict[str, Any]]]:
+    """Returns lines for `examples.json` about rows that are made of tokens."""
+    if data.train is None or data.tokenizer is None:
+        return []
+    return preview(data.train, data.tokenizer, data.label_names)
 
 
 def _start_lines(plan: RunPlan, backend: Backend, built: BuiltModel, resume: ResumePoint) -> Iterator[str]:
