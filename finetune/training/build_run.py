@@ -64,6 +64,9 @@ from finetune.utils.compat.library_versions import untested_versions
 # How long ranks wait for rank 0 to read the base's files or to count the network, and for those that start later.
 _PATIENCE = timedelta(hours=2)
 
+# A run of so many epochs that it has fewer steps than this is warned of.
+_FEW_STEPS = 50
+
 
 @dataclass(frozen=True)
 class Inputs:
@@ -351,6 +354,8 @@ def _start_lines(plan: RunPlan, backend: Backend, built: BuiltModel, resume: Res
         split = f"{ranks} x {batch.micro_size} rows x {accumulation} micro-batch{'es' if accumulation != 1 else ''}"
         epochs = num_steps * batch.global_size / max(1, plan.inputs.length.epoch_rows)
         steps = f"{num_steps:,} of {batch.global_size} rows = {split}; {epochs:.3g} epochs"
+        if recipe.length.epochs is not None and num_steps < _FEW_STEPS:
+            steps += f"\nonly {num_steps} steps: raise length.epochs, or lower batch.global_size"
     texts = {
         "model": ", ".join(filter(None, (str(name), f"{_short_count(total)} parameters", share, *how))),
         "data": "\n".join([*data.report_lines, *without_validation(recipe, data)]),
