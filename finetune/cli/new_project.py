@@ -6,7 +6,7 @@
 import os
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from finetune.utils.yaml_files import parse
 
 TASKS = ("lm", "chat", "classify", "custom")
 _KINDS: dict[str, Kind] = {"lm": "text", "chat": "conversations", "classify": "labelled"}
+_COLUMNS = ("text_field", "label_field", "fields")
 KEPT_RECIPE = "sft.yaml"
 """Name of the recipe that `finetune sft` keeps in a run directory, which the run itself does not touch."""
 _FILES = jinja2.Environment(
@@ -149,7 +150,8 @@ def make_recipe(project: Project, overrides: Sequence[str]) -> KeptRecipe:
                 f"and run `finetune train {file}`."
             )
     else:
-        draft = _draft_recipe(replace(project, output=folder))
+        (source, *_) = place.get("data", {}).get("train") or [{}]
+        draft = _draft_recipe(replace(project, output=folder), {k: v for k, v in source.items() if k in _COLUMNS})
         text, lines = draft.text(), [*draft.lines, f"Recipe: {file}"]
         if overrides:
             tree = parse(text, RecipeLoader)
@@ -185,8 +187,11 @@ def _as_tree(folder: Path, files: dict[str, str]) -> list[str]:
     return [line.rstrip() for line in shown.get().splitlines()]
 
 
-def _draft_recipe(project: Project) -> _Draft:
+def _draft_recipe(project: Project, columns: Mapping[str, Any] | None = None) -> _Draft:
     """Looks at a project's data and model, and sizes its recipe to them.
+
+    Args:
+        columns: Keys of the source that are given.
 
     Raises:
         FinetuneError: If the options contradict each other, or something cannot be read.
@@ -197,7 +202,7 @@ def _draft_recipe(project: Project) -> _Draft:
         raise RecipeError("--task custom builds its own model and data, in task.py: leave --model and --data out.")
     machines, survey = this_machine(), None
     if project.data is not None:
-        survey = survey_source(os.path.expanduser(project.data), _KINDS.get(project.task or ""))
+        survey = survey_source(os.path.expanduser(project.data), _KINDS.get(project.task or ""), columns)
         project = replace(project, task=next(task for task, kind in _KINDS.items() if kind == survey.kind))
     task = project.task or "lm"
     project = replace(project, task=task, output=project.output or f"runs/{task}")

@@ -56,12 +56,13 @@ class SourceSurvey:
         return f"{self.path}: {count} {what}{classes}{f', with {keys}' if keys else ''}"
 
 
-def survey_source(path: str, kind: Kind | None = None) -> SourceSurvey:
+def survey_source(path: str, kind: Kind | None = None, given: Mapping[str, Any] | None = None) -> SourceSurvey:
     """Reads data as a run would, or its first part, and tells what it is by its first record.
 
     Args:
         path: A file, glob or directory.
         kind: What the records are to be; None to find it.
+        given: Keys of the source that need not be found: `text_field`, `label_field`, `fields`.
 
     Raises:
         DataError: If it cannot be read as that, or as anything.
@@ -70,7 +71,7 @@ def survey_source(path: str, kind: Kind | None = None) -> SourceSurvey:
     first = next(open_source(Source(path=path), labelled=False, form=raw).documents(), None)
     if first is None:
         raise DataError(f"{path} holds no documents. Name a file with some.")
-    found, keys = _describe(json.loads(first.text), kind, first.where)
+    found, keys = _describe(json.loads(first.text), kind, given or {}, first.where)
     tolerance = Tolerance(lenient=False)
     form = None
     if found == "conversations":
@@ -87,8 +88,8 @@ def survey_source(path: str, kind: Kind | None = None) -> SourceSurvey:
             texts.append(document.text)
         if document.label is not None:
             labels[document.label] += 1
-    if kind is None and len(labels) > max(_MOST_CLASSES, count // 10):
-        return survey_source(path, "text")
+    if kind is None and "label_field" not in (given or {}) and len(labels) > max(_MOST_CLASSES, count // 10):
+        return survey_source(path, "text", given)
     whole = found == "labelled" or next(documents, None) is None
     if not whole and corpus.size:
         count = max(count, round(count * corpus.size / max(1, corpus.meter.done)))
@@ -106,31 +107,32 @@ def survey_source(path: str, kind: Kind | None = None) -> SourceSurvey:
     )
 
 
-def _describe(record: Mapping[str, Any], kind: Kind | None, where: str) -> tuple[Kind, dict[str, Any]]:
+def _describe(
+    record: Mapping[str, Any], kind: Kind | None, given: Mapping[str, Any], where: str
+) -> tuple[Kind, dict[str, Any]]:
     """Tells what a record is, and the keys of its source.
 
     Raises:
         DataError: If no meaning is known for its fields.
     """
-    texts = [name for name, value in record.items() if isinstance(value, str)]
-    form, fields = find_format(record), guess_chat_fields(record)
-    if kind in (None, "conversations"):
-        if form not in (None, "text") and not ("input" in fields and form != "alpaca"):
+    form, fields = find_format(record), given.get("fields") or guess_chat_fields(record)
+    named = "text_field" in given or "label_field" in given
+    if kind == "conversations" or (kind is None and not named):
+        if form not in (None, "text") and "fields" not in given and not ("input" in fields and form != "alpaca"):
             return "conversations", {}
         if fields:
             return "conversations", {"fields": fields}
-    label = guess_label_field(record)
-    if kind == "text":
-        label = None
+    label = None if kind == "text" else given.get("label_field") or guess_label_field(record)
     # A single text needs no name that is known.
-    others = [name for name in texts if name != label and name.lower() not in ("id", "url", "source", "date")]
-    text = guess_text_field(texts) or (others[0] if len(others) == 1 else None)
-    if text is None or text == label or (kind == "labelled" and label is None) or kind == "conversations":
+    texts = [name for name, value in record.items() if isinstance(value, str) and name != label]
+    others = [name for name in texts if name.lower() not in ("id", "url", "source", "date")]
+    text = given.get("text_field") or guess_text_field(texts) or (others[0] if len(others) == 1 else None)
+    if text is None or (kind == "labelled" and label is None) or kind == "conversations":
         wanted = {"conversations": "conversations", "labelled": "texts with a class"}.get(kind or "", "text")
         raise DataError(
-            f"{where}: the fields are {', '.join(record) or 'none'}, and by their names these are no {wanted}. Rename "
-            "them: `messages`, or `question` and `answer`, for conversations; `text` for texts, with `label` for "
-            "classes; or write a recipe that names them (`finetune docs data`)."
+            f"{where}: the fields are {', '.join(record) or 'none'}, and by their names these are no {wanted}. Name "
+            "them, in a recipe or behind `finetune sft`: data.train.0.fields.user=… data.train.0.fields.assistant=… for "
+            "conversations; data.train.0.text_field=… for texts, with data.train.0.label_field=… for classes."
         )
     keys = {"text_field": text} if text != "text" else {}
     if label is None:

@@ -339,7 +339,7 @@ def _open_run(
 
 
 def _start_lines(plan: RunPlan, backend: Backend, built: BuiltModel, resume: ResumePoint) -> Iterator[str]:
-    """Yields at most eight lines for a terminal of 80 columns, but for names and paths that are long."""
+    """Yields eight lines for a terminal of 80 columns, but for names and paths that are long, and one a warning."""
     recipe, data, runtime = plan.recipe, plan.inputs.data, built.runtime
     name = recipe.model.name or (recipe.model.config or {}).get("model_type") or recipe.task.name
     total, trained = runtime.num_parameters, runtime.num_trained
