@@ -131,8 +131,8 @@ def _describe(
         wanted = {"conversations": "conversations", "labelled": "texts with a class"}.get(kind or "", "text")
         raise DataError(
             f"{where}: the fields are {', '.join(record) or 'none'}, and by their names these are no {wanted}. Name "
-            "them, in a recipe or behind `finetune sft`: data.train.0.fields.user=… data.train.0.fields.assistant=… for "
-            "conversations; data.train.0.text_field=… for texts, with data.train.0.label_field=… for classes."
+            "them, in a recipe or behind `finetune sft`: data.train.0.fields.user=… data.train.0.fields.assistant=… of "
+            "conversations, data.train.0.text_field=… of texts, data.train.0.label_field=… of their classes."
         )
     keys = {"text_field": text} if text != "text" else {}
     if label is None:
