@@ -64,7 +64,12 @@ def choose_launch(recipe: Recipe, machines: Machines) -> LaunchChoice:
         share, micro = recipe.batch.global_size // machines.ranks, recipe.batch.rows
         changes = () if share % micro == 0 else (f"batch.micro_size={math.gcd(share, micro)}",)
         file, reason = launch_file(name), UNPLANNED
-    differs = name != "single" and read_launch_file(file).num_processes != machines.ranks
+    written = read_launch_file(file)
+    if written.num_machines > 1:
+        raise RecipeError(
+            f"{file} is for {written.num_machines} machines, and not started unasked: --config_file {name}."
+        )
+    differs = name != "single" and written.num_processes != machines.ranks
     return LaunchChoice(file, name, machines.ranks, differs, changes, reason)
 
 

@@ -140,7 +140,7 @@ def make_recipe(project: Project, overrides: Sequence[str]) -> KeptRecipe:
     place: dict[str, Any] = {"output": {"dir": folder}}
     for override in overrides:
         apply_override(place, override)
-    file = Path(str(place["output"]["dir"])) / KEPT_RECIPE
+    file = Path(os.path.expanduser(str(place["output"]["dir"]))) / KEPT_RECIPE
     if file.exists():
         text, lines = file.read_text(encoding="utf-8"), [f"Recipe: {file}, as it is there."]
         before = text.partition("\n")[0].removeprefix("# ")
