@@ -177,10 +177,9 @@ def _as_tree(folder: Path, files: dict[str, str]) -> list[str]:
     folders: dict[str, Tree] = {}
     for name in sorted(files):
         above, _, last = name.rpartition("/")
-        place = (
-            folders.setdefault(above, tree.add(above)) if above and above not in folders else folders.get(above, tree)
-        )
-        place.add(last)
+        if above not in folders:
+            folders[above] = tree.add(above) if above else tree
+        folders[above].add(last)
     console = Console(width=1000, highlight=False, markup=False)
     with console.capture() as shown:
         console.print(tree)
