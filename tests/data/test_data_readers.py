@@ -215,6 +215,11 @@ def test_what_divides_columns_is_found(tmp_path: Path, delimiter: str) -> None:
     assert texts(tmp_path / "a.csv") == [text for _, text in rows[1:]]
 
 
+def test_a_header_alone_does_not_decide(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv", "id;text, long\n1;a\n2;b, c\n")
+    assert texts(path, field="text, long") == ["a", "b, c"]
+
+
 def test_tsv(tmp_path: Path) -> None:
     assert texts(write(tmp_path / "a.tsv", "text\tid;no\na, b\t1\n")) == ["a, b"]
     assert texts(write(tmp_path / "b.tsv", "text\na, b\n")) == ["a, b"]
