@@ -65,6 +65,9 @@ from finetune.utils.compat.library_versions import untested_versions
 # How long ranks wait for rank 0 to read the base's files or to count the network, and for those that start later.
 _PATIENCE = timedelta(hours=2)
 
+# A run of so many epochs that it has fewer steps than this is warned of.
+_FEW_STEPS = 50
+
 
 @dataclass(frozen=True)
 class Inputs:
@@ -344,7 +347,7 @@ def _first_examples(data: TaskData) -> list[list[dict[str, Any]]]:
 
 
 def _start_lines(plan: RunPlan, backend: Backend, built: BuiltModel, resume: ResumePoint) -> Iterator[str]:
-    """Yields at most eight lines for a terminal of 80 columns, but for names and paths that are long."""
+    """Yields eight lines for a terminal of 80 columns, but for names and paths that are long, and one a warning."""
     recipe, data, runtime = plan.recipe, plan.inputs.data, built.runtime
     name = recipe.model.name or (recipe.model.config or {}).get("model_type") or recipe.task.name
     total, trained = runtime.num_parameters, runtime.num_trained
@@ -359,6 +362,8 @@ def _start_lines(plan: RunPlan, backend: Backend, built: BuiltModel, resume: Res
         split = f"{ranks} x {batch.micro_size} rows x {accumulation} micro-batch{'es' if accumulation != 1 else ''}"
         epochs = num_steps * batch.global_size / max(1, plan.inputs.length.epoch_rows)
         steps = f"{num_steps:,} of {batch.global_size} rows = {split}; {epochs:.3g} epochs"
+        if recipe.length.epochs is not None and num_steps < _FEW_STEPS:
+            steps += f"\nonly {num_steps} steps: raise length.epochs, or lower batch.global_size"
     texts = {
         "model": ", ".join(filter(None, (str(name), f"{_short_count(total)} parameters", share, *how))),
         "data": "\n".join([*data.report_lines, *without_validation(recipe, data)]),
