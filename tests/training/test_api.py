@@ -21,7 +21,7 @@ from own_optimizers import TwoRates
 
 import finetune
 from finetune import Recipe, Run, launch, load_recipe, start, train
-from finetune.training import api, loop
+from finetune.training import api, loop, step_metrics
 from finetune.utils.errors import CheckpointError, DataError, LaunchError, RecipeError
 from finetune.utils.import_object import handed_over, import_object, name_of
 
@@ -130,7 +130,7 @@ def test_a_run_that_fails_lets_go_of_its_directory_when_it_writes_nothing(
     """Else the next run in the process finds a checkpoint that is being written, and that then changes its name."""
     training = start(mlp(tmp_path / "run", checkpoint={"every_steps": 5}), quiet=True)
     checkpoints, directory = training._run.checkpoints, training._run.directory
-    held, release, busy, failing = threading.Event(), directory.release, [], loop.log_step
+    held, release, busy, failing = threading.Event(), directory.release, [], step_metrics.log_step
     snapshot = checkpoints._saver._snapshot
     write = snapshot.write
 
