@@ -59,4 +59,4 @@ for prompt in "$@"; do
 done
 
 title "$SECONDS s. The merged model lies in $MERGED: transformers opens it, and so does"
-printf '  finetune generate %q --chat --prompt "…"\n' "$MERGED"
+printf '  finetune chat %q\n' "$MERGED"

@@ -28,6 +28,8 @@ MAY_LACK = (
     "needs the extra [bench]",
     "needs the extra [harness]",
     "needs the extra [serve]",
+    "needs the extra [gguf]",
+    "needs xllamacpp",
     "needs Chromium and its driver",
     "only this kind of processor has the kernel",
     "this kernel has no huge pages to ask for",

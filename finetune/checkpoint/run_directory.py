@@ -1,5 +1,6 @@
 """The run directory: used by one run at a time, refused if it holds another one; `run.json`."""
 
+import json
 import os
 import socket
 import subprocess
@@ -34,6 +35,7 @@ _LEFT = (
     *_JOURNALS,
     *(f"{name}.damaged" for name in _JOURNALS),
     "predictions.jsonl",
+    run_facts.EXAMPLES,
     "model",
     "checkpoints",
     "exports",
@@ -192,18 +194,33 @@ class RunDirectory:
         atomic_files.write_text(self.path / name, text)
         self._written[name] = text
 
-    def create(self, backend: Backend, recipe: Recipe, facts: dict[str, Any], *, begin: dict[str, Any]) -> None:
+    def create(
+        self,
+        backend: Backend,
+        recipe: Recipe,
+        facts: dict[str, Any],
+        *,
+        begin: dict[str, Any],
+        examples: Callable[[], list[Any]] = list,
+    ) -> None:
         """Writes what is about to run. Every rank calls it; rank 0 writes.
 
         Args:
             facts: What `run.json` says beside this start.
             begin: `from_step`, how many steps are taken already, and what else is to be said of this start.
+            examples: Returns lines about the first training examples, on rank 0; without any, no file is written.
 
         Raises:
             CheckpointError: On every rank, if it cannot be written.
         """
         backend.barrier()
-        self.on_main(backend, lambda: self._write(backend.world_size, recipe, facts, begin))
+
+        def write() -> None:
+            self._write(backend.world_size, recipe, facts, begin)
+            if lines := examples():
+                atomic_files.write_text(self.path / run_facts.EXAMPLES, json.dumps(lines, ensure_ascii=False) + "\n")
+
+        self.on_main(backend, write)
         # Each rank writes its part of a checkpoint there.
         blind = torch.tensor([float(not (self.path / "run.json").exists())], device=backend.device)
         if backend.all_reduce_sum(blind).item():

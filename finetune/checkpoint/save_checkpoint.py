@@ -120,8 +120,7 @@ class CheckpointWriter:
             raise self._fault
         if not self.active or busy:
             return None
-        if self._thread is not None:
-            self._thread.join()
+        self.join_writer()
         if not failed and not self._sealing:
             self._sealing = True
             if self._backend.is_main:
@@ -136,13 +135,17 @@ class CheckpointWriter:
         """Waits until the save under way has ended; None if there is none."""
         outcome: SaveOutcome | None = None
         while self.active and outcome is None:
-            if self._thread is not None:
-                self._thread.join()
+            self.join_writer()
             if self._fault is not None:
                 raise self._fault
             failures = self._backend.all_reduce_sum(torch.tensor([float(self.failed)], device=self._backend.device))
             outcome = self.settle(busy=False, failed=failures.item() > 0)
         return outcome
+
+    def join_writer(self) -> None:
+        """Waits until this rank writes nothing."""
+        if self._thread is not None:
+            self._thread.join()
 
     def _run(self, work: Callable[[], None]) -> None:
         def guarded() -> None:
@@ -354,6 +357,10 @@ class CheckpointManager:
         for journal in (self._ledger, self._incidents) if self._backend.is_main else ():
             if (reason := journal.close()) is not None:
                 self._reporter.warn(f"Cannot write {reason}. Its last lines are lost.")
+
+    def join_writer(self) -> None:
+        """Waits until this rank writes nothing, without a word to the others: what a run that fails does last."""
+        self._saver.join_writer()
 
     def note_incident(self, incident: dict[str, Any]) -> None:
         """Writes down a step that was skipped."""

@@ -65,4 +65,4 @@ def _runs(prefix: str) -> list[str]:
 
 
 # Arguments that are paths, or may be; recipes and launch files are found by name as well.
-_PATHS = {"base", "configs", "data", "directory", "folder", "json", "links", "model", "run", "to", "write"}
+_PATHS = {"base", "configs", "data", "directory", "folder", "json", "links", "model", "output", "run", "to", "write"}

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -9,14 +10,24 @@ from pathlib import Path
 from finetune import __version__
 from finetune.cli import arguments, completion, model_verbs, recipe_verbs, run_verbs
 from finetune.utils.errors import RecipeError
-from finetune.utils.exit_codes import run_guarded
+from finetune.utils.exit_codes import USER_ERROR, run_guarded
 from finetune.utils.shipped_files import launch_file
+
+_EXAMPLES = """\
+finetune sft --model MODEL --data FILE --lora   fine-tune a model on your data
+finetune init my-project                        write a recipe and launch files to edit
+finetune train sample                           train a recipe, here one that ships
+finetune chat runs/MODEL-FILE                   talk to what was trained
+finetune --help                                 all commands; `finetune docs` shows the documentation"""
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Runs `finetune <verb> …`, and returns the exit code."""
+    """Runs `finetune <verb> …`, and returns the exit code; without words it shows examples."""
     parser = build_parser()
     completion.answer_shell(parser)
+    if not (sys.argv[1:] if words is None else words):
+        print(_EXAMPLES, file=sys.stderr)
+        return USER_ERROR
     parsed = parse_arguments(parser, words)
     return run_guarded(partial(parsed.run_verb, parsed))
 

@@ -18,6 +18,7 @@ from finetune.utils.library_imports import silence_libraries
 if TYPE_CHECKING:
     from finetune.export.load_model import LoadedModel
 
+_EXPORTS = ("adapter", "merged", "merged-16bit", "gguf-f16", "gguf-q8_0")
 _ANY_MODEL = "a run, checkpoint, adapter, export, model directory or hub name"
 # Options of --harness, and the least number that each takes.
 _HARNESS_OPTIONS = {"num_fewshot": 0, "limit": 1, "batch_size": 1}
@@ -27,7 +28,7 @@ def add_verbs(verbs: Any) -> None:
     """Adds the verbs of this file."""
     verb = arguments.add_verb(verbs, export)
     verb.add_argument("run", help="a run directory, such as runs/sample, or one of its checkpoints")
-    verb.add_argument("--as", dest="kind", required=True, choices=("adapter", "merged", "merged-16bit"))
+    verb.add_argument("--as", dest="kind", required=True, choices=_EXPORTS)
     verb.add_argument("--to", metavar="DIR", help="the new folder (default: RUN/exports/KIND)")
     verb.add_argument("--shard-size", default="5GB", help="maximum size of a file (default: 5GB)")
     verb.add_argument("--push-to", metavar="NAME", help="then upload it to the hub, as a private model of this name")
@@ -95,7 +96,9 @@ def _add_sampling_arguments(verb: argparse.ArgumentParser) -> None:
 
 
 def export(parsed: argparse.Namespace) -> None:
-    """Write the adapter or merged model of a run, and verify it."""
+    """Write the adapter, merged model or GGUF file of a run, and verify it."""
+    if parsed.kind.startswith("gguf"):
+        require_installed("gguf", f"--as {parsed.kind}", extra="gguf")
     arguments.prepare_libraries()
     from finetune.export import export_weights
 

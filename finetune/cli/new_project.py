@@ -1,29 +1,47 @@
-"""Creates a small project that runs as it is: a recipe, the launch files that fit this machine, and a README."""
+"""Creates a small project that runs as it is: a recipe, the launch files that fit this machine, and a README.
+
+`finetune sft` makes the same recipe, and keeps it in the run directory.
+"""
 
 import os
+import re
 import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import yaml
+from rich.console import Console
+from rich.tree import Tree
 
+from finetune.cli.choose_launch import UNPLANNED, sharing, this_machine
+from finetune.cli.recipe_sizes import RecipeSizes, default_sizes, size_recipe
 from finetune.config import path_kinds
-from finetune.config.recipe import validate_recipe
+from finetune.config.recipe import RecipeLoader, apply_override, dump_tree, validate_recipe
 from finetune.config.recipe_schema import Recipe
-from finetune.distributed.gpu_specs import Gpu
+from finetune.data.class_labels import ClassList
+from finetune.data.source_survey import Kind, SourceSurvey, survey_source, token_lengths
+from finetune.data.tokenization.tokenizer import load_tokenizer
 from finetune.distributed.launch.predicted_environment import launch_of_file
+from finetune.models.head_classes import head_classes
 from finetune.models.heads import NEXT_TOKEN
 from finetune.models.model_config import resolve_model_config
 from finetune.planning import recommendations
 from finetune.planning.planner import make_plan
 from finetune.planning.step_time import Machines
 from finetune.tasks import classification
+from finetune.tasks.task_lookup import BUILT_IN
 from finetune.utils.errors import RecipeError
 from finetune.utils.shipped_files import LAUNCH_FILES, shipped_path
+from finetune.utils.yaml_files import parse
 
 TASKS = ("lm", "chat", "classify", "custom")
+_KINDS: dict[str, Kind] = {"lm": "text", "chat": "conversations", "classify": "labelled"}
+_COLUMNS = ("text_field", "label_field", "fields")
+KEPT_RECIPE = "sft.yaml"
+"""Name of the recipe that `finetune sft` keeps in a run directory, which the run itself does not touch."""
 _FILES = jinja2.Environment(
     loader=jinja2.FileSystemLoader(Path(__file__).parent / "project_files"),
     trim_blocks=True,
@@ -36,34 +54,50 @@ _FILES = jinja2.Environment(
 class Project:
     """Options of a new project, as `finetune init` takes them."""
 
-    task: str = "lm"
-    """Name among `TASKS`."""
+    task: str | None = None
+    """Name among `TASKS`; None to find it in the data, or `lm` without any."""
     model: str | None = None
     data: str | None = None
     adapters: str | None = None
     """"lora", "qlora", or None to train all weights."""
+    output: str | None = None
+    """The run directory; None for one below `runs`."""
+
+
+@dataclass(frozen=True)
+class _Draft:
+    """A project whose data has been looked at."""
+
+    project: Project
+    """With its task and its run directory."""
+    machines: Machines
+    values: dict[str, Any]
+    """Values of the recipe's template beside the project's own."""
+    lines: tuple[str, ...]
+    """What was found, and warnings."""
+
+    def text(self, project: Project | None = None) -> str:
+        """Returns the recipe; `project` has other paths."""
+        return _render("recipe.yaml", project or self.project, **self.values)
 
 
 def write_project(folder: Path, project: Project) -> list[str]:
     """Writes the files of a new project.
 
     Returns:
-        Lines with the files that were written, and the next commands.
+        Lines with what was found and written, and the next commands.
 
     Raises:
-        FinetuneError: If the options contradict each other, a path leads nowhere, or a file is there already; nothing
+        FinetuneError: If the options contradict each other, data cannot be read, or a file is there already; nothing
             is written then.
     """
-    if project.adapters is not None and (project.model is None or project.task == "custom"):
-        raise RecipeError(f"--{project.adapters} trains adapters of a pretrained model: name one with --model.")
-    if project.task == "custom" and (project.model is not None or project.data is not None):
-        raise RecipeError("--task custom builds its own model and data, in task.py: leave --model and --data out.")
-    length = _row_length(project)
-    recipe = validate_recipe(yaml.safe_load(_render("recipe.yaml", project, row_length=length)))
+    draft = _draft_recipe(project)
+    project = draft.project
+    recipe = validate_recipe(parse(draft.text(), RecipeLoader), "The new recipe", BUILT_IN)
     path_kinds.check_paths(recipe)
-    text = _render("recipe.yaml", _seen_from(folder, project), row_length=length)
+    text = draft.text(_seen_from(folder, project))
     files = {"task.py": _render("task.py", project)} if project.task == "custom" else {}
-    launches, chosen, reason, changes = _choose_launch(recipe, custom=project.task == "custom")
+    launches, chosen, reason, changes = _choose_launch(recipe, draft.machines, custom=project.task == "custom")
     files |= launches
     command = " ".join(["finetune", "launch", "--config_file", chosen, "recipe.yaml", *changes])
     files["recipe.yaml"] = f"# {command}\n#\n# {chosen}: {reason}.\n{text}"
@@ -77,22 +111,166 @@ def write_project(folder: Path, project: Project) -> list[str]:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(content, encoding="utf-8")
     enter = [] if folder.resolve() == Path.cwd() else [f"    cd {shlex.quote(str(folder))}"]
-    written = f"Written to {folder}: {', '.join(sorted(files))}"
-    return [written, f"{chosen}: {reason}.", "Next:", *enter, f"    {command}"]
+    return [*draft.lines, *_as_tree(folder, files), f"{chosen}: {reason}.", "Next:", *enter, f"    {command}"]
 
 
-def _choose_launch(recipe: Recipe, *, custom: bool) -> tuple[dict[str, str], str, str, tuple[str, ...]]:
+@dataclass(frozen=True)
+class KeptRecipe:
+    """The recipe of a run that `finetune sft` starts."""
+
+    file: Path
+    """Its place in the run directory."""
+    text: str
+    recipe: Recipe
+    lines: tuple[str, ...]
+    """What was found, and how to go on."""
+
+
+def make_recipe(project: Project, overrides: Sequence[str]) -> KeptRecipe:
+    """Makes the recipe of a project, or reads the one that the same command has left in the run directory.
+
+    Raises:
+        FinetuneError: If data cannot be read, or the directory holds the recipe of another command.
+    """
+    given = {"task": project.task, "model": project.model, "data": project.data}
+    words = [word for key, value in given.items() if value is not None for word in (f"--{key}", value)]
+    words += [f"--{project.adapters}"] if project.adapters else []
+    command = shlex.join(["finetune", "sft", *words, *overrides])
+    folder = project.output or _run_name(project)
+    place: dict[str, Any] = {"output": {"dir": folder}}
+    for override in overrides:
+        apply_override(place, override)
+    file = Path(os.path.expanduser(str(place["output"]["dir"]))) / KEPT_RECIPE
+    if file.exists():
+        text, lines = file.read_text(encoding="utf-8"), [f"Recipe: {file}, as it is there."]
+        before = text.partition("\n")[0].removeprefix("# ")
+        if before != command:
+            raise RecipeError(
+                f"{file} is the recipe of another command ({before}). Name another folder by --output, or edit it "
+                f"and run `finetune train {file}`."
+            )
+    else:
+        (source, *_) = place.get("data", {}).get("train") or [{}]
+        draft = _draft_recipe(replace(project, output=folder), {k: v for k, v in source.items() if k in _COLUMNS})
+        text, lines = draft.text(), [*draft.lines, f"Recipe: {file}"]
+        if overrides:
+            tree = parse(text, RecipeLoader)
+            for override in overrides:
+                apply_override(tree, override)
+            text = dump_tree(tree)
+        text = f"# {command}\n{text}"
+    recipe = validate_recipe(parse(text, RecipeLoader), str(file), BUILT_IN)
+    path_kinds.check_paths(recipe)
+    lines.append(f"To go on from it, edit it and run `finetune train {file} output.dir=runs/NEW`.")
+    return KeptRecipe(file, text, recipe, tuple(lines))
+
+
+def _run_name(project: Project) -> str:
+    """Returns a run directory named after what is trained on what."""
+    parts = [Path(project.model or "model").resolve().name, Path(project.data or "data").stem, project.adapters]
+    return "runs/" + "-".join(re.sub(r"[^\w.]+", "-", part).strip("-.") or "data" for part in parts if part)
+
+
+def _as_tree(folder: Path, files: dict[str, str]) -> list[str]:
+    """Returns lines that show the written files."""
+    tree = Tree(f"Written to {folder}")
+    folders: dict[str, Tree] = {}
+    for name in sorted(files):
+        above, _, last = name.rpartition("/")
+        if above not in folders:
+            folders[above] = tree.add(above) if above else tree
+        folders[above].add(last)
+    console = Console(width=1000, highlight=False, markup=False)
+    with console.capture() as shown:
+        console.print(tree)
+    return [line.rstrip() for line in shown.get().splitlines()]
+
+
+def _draft_recipe(project: Project, columns: Mapping[str, Any] | None = None) -> _Draft:
+    """Looks at a project's data and model, and sizes its recipe to them.
+
+    Args:
+        columns: Keys of the source that are given.
+
+    Raises:
+        FinetuneError: If the options contradict each other, or something cannot be read.
+    """
+    if project.adapters is not None and (project.model is None or project.task == "custom"):
+        raise RecipeError(f"--{project.adapters} trains adapters of a pretrained model: name one with --model.")
+    if project.task == "custom" and (project.model is not None or project.data is not None):
+        raise RecipeError("--task custom builds its own model and data, in task.py: leave --model and --data out.")
+    machines, survey = this_machine(), None
+    if project.data is not None:
+        survey = survey_source(os.path.expanduser(project.data), _KINDS.get(project.task or ""), columns)
+        project = replace(project, task=next(task for task, kind in _KINDS.items() if kind == survey.kind))
+    task = project.task or "lm"
+    project = replace(project, task=task, output=project.output or f"runs/{task}")
+    values: dict[str, Any] = {"source_keys": survey.keys if survey is not None else {}, "num_labels": 7, "plain": True}
+    sizes = default_sizes(256, machines.ranks)
+    least = _least_recipe(project, survey)
+    if least is not None:
+        # Template and classes are the model's own, if it has them.
+        values["plain"] = task == "chat" and load_tokenizer(least).chat_template is None
+        if values["plain"]:
+            least = _least_recipe(project, survey, template="plain")
+    positions = {"chat": 1024, "classify": 512}.get(task, 256) if least is None else _positions(least, task)
+    if survey is not None:
+        if survey.labels:
+            known = head_classes(least, classification.HEAD) if least is not None else None
+            named = [classes for classes in (known, survey.classes) if classes is not None]
+            values["num_labels"] = ClassList.of([*survey.labels], None, named).count
+        sizes = _size_to(survey, least, positions, machines.ranks)
+    elif least is not None:
+        sizes = default_sizes(min(1024, positions), machines.ranks)
+    found = [f"Found in {survey.line()}."] if survey is not None else []
+    return _Draft(project, sharing(machines, sizes.rows), {**values, "sizes": sizes}, (*found, *sizes.warnings))
+
+
+def _size_to(survey: SourceSurvey, recipe: Recipe | None, positions: int, ranks: int) -> RecipeSizes:
+    """Sizes a recipe; without a pretrained model's tokenizer, a token is taken for three bytes."""
+    lengths = [len(text.encode()) // 3 + 1 for text in survey.texts]
+    if recipe is not None:
+        lengths = token_lengths(survey, recipe)
+    packing = {"text": "split", "conversations": "documents", "labelled": "padded"}[survey.kind]
+    longest = min(1024 if packing == "split" else 4096, positions)
+    return size_recipe(survey.documents, lengths, longest, ranks, packing=packing)
+
+
+def _least_recipe(project: Project, survey: SourceSurvey | None, template: str | None = None) -> Recipe | None:
+    """Returns a recipe that opens the pretrained model; None without one."""
+    if project.model is None:
+        return None
+    source = {"sample": 1} if survey is None else {"path": survey.path, **survey.keys}
+    data = {"train": [source], "sequence_length": 2}
+    least: dict[str, Any] = {"model": {"name": project.model}, "data": data, "length": {"steps": 1}}
+    if project.task == "classify":
+        least["task"] = classification.NAME
+    if project.task == "chat":
+        least["chat"] = {"template": template}
+    return validate_recipe(least)
+
+
+def _positions(recipe: Recipe, task: str) -> int:
+    """Returns the positions that the model knows; many where it names none."""
+    config = resolve_model_config(recipe, classification.HEAD if task == "classify" else NEXT_TOKEN)
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return positions if positions is not None and positions > 0 else 1 << 20
+
+
+def _choose_launch(
+    recipe: Recipe, machines: Machines, *, custom: bool
+) -> tuple[dict[str, str], str, str, tuple[str, ...]]:
     """Returns files of launches that fit, the name of the one to take, why, and what to change of the recipe with it.
 
     The files are launch files, `single` too, and the configs that they name, by their place in the project.
     """
-    machines, shipped = this_machine(), shipped_path(LAUNCH_FILES)
+    shipped = shipped_path(LAUNCH_FILES)
     changes: tuple[str, ...] = ()
     if custom:
         names = {"ddp", "fsdp"} if machines.ranks > 1 else set()
         launches = {name: launch_of_file(shipped / f"{name}.yaml", machines.ranks, 1) for name in names}
         chosen = "ddp" if names else "single"
-        reason = "the simplest that uses this machine; a custom task is not planned"
+        reason = UNPLANNED
     else:
         plan = make_plan(recipe, machines, shipped)
         reason, changes = plan.advice.reason, plan.advice.changes
@@ -114,21 +292,6 @@ def _choose_launch(recipe: Recipe, *, custom: bool) -> tuple[dict[str, str], str
     return found, chosen, reason, changes
 
 
-def this_machine() -> Machines:
-    """Returns this machine as a plan takes it: its GPUs, or two processes that share a CPU and its memory."""
-    import torch
-
-    # Speeds are placeholders: no times are shown.
-    if torch.cuda.is_available():
-        memory = torch.cuda.get_device_properties(0).total_memory / 2**30
-        return Machines(Gpu("this machine's", "", memory, 100.0, 32.0, 300.0), torch.cuda.device_count(), 1, 50.0, 0.4)
-    import psutil
-
-    processes = min(2, os.cpu_count() or 1)
-    memory = psutil.virtual_memory().total / 2**30 / processes
-    return Machines(Gpu("this machine's share", "", memory, 1.0, 1.0, 100.0), processes, 1, 1.0, 0.4)
-
-
 def _seen_from(folder: Path, project: Project) -> Project:
     """Returns the project with relative paths that count from the folder, where its commands are given."""
 
@@ -144,23 +307,4 @@ def _seen_from(folder: Path, project: Project) -> Project:
 
 def _render(name: str, project: Project, **values: object) -> str:
     """Returns the text of a file of the project."""
-    ranks = this_machine().ranks
-    # Sixteen rows a step, or twice the processes where they do not share sixteen evenly.
-    rows = 16 if 16 % ranks == 0 else 2 * ranks
-    template = _FILES.get_template(f"{name}.jinja")
-    sizes = {"rows": rows, "micro_rows": min(4, rows // ranks), "classifier": classification.NAME}
-    return template.render(**vars(project), **sizes, **values)
-
-
-def _row_length(project: Project) -> int:
-    """Returns tokens a row: 256 for a small network from nothing, else 1,024 or the positions that the model knows."""
-    if project.model is None:
-        return 256
-    data = {"train": [{"sample": 1}], "sequence_length": 2}
-    least: dict[str, Any] = {"model": {"name": project.model}, "data": data, "length": {"steps": 1}}
-    head = NEXT_TOKEN
-    if project.task == "classify":
-        least["task"], head = classification.NAME, classification.HEAD
-    config = resolve_model_config(validate_recipe(least), head)
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return min(1024, positions) if positions is not None and positions > 0 else 1024
+    return _FILES.get_template(f"{name}.jinja").render(**vars(project), classifier=classification.NAME, **values)

@@ -1,17 +1,21 @@
-"""Verbs that make or take a recipe: init, convert, launch, explain, doctor, data, show, plan, schema."""
+"""Verbs that make or take a recipe: sft, init, convert, train, launch, explain, doctor, data, show, plan, schema."""
 
 import argparse
 import json
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetune.cli import arguments
 from finetune.training.entry_point import DRY_RUN_HELP, add_recipe_arguments, load_checked
 from finetune.utils import hub_access
 from finetune.utils.library_imports import quick_imports, silence_libraries
 from finetune.utils.shipped_files import recipe_file
+
+if TYPE_CHECKING:
+    from finetune.config.recipe_schema import Recipe
 
 # Those of `peer_keys`, which is not imported before it is needed.
 CONVERTED_TOOLS = ("trl", "axolotl", "llama-factory", "torchtune")
@@ -20,14 +24,15 @@ _RECIPE = "a recipe, by name or path: sample, my/recipe.yaml"
 
 def add_verbs(verbs: Any) -> None:
     """Adds the verbs of this file."""
+    verb = arguments.add_verb(verbs, sft)
+    _add_project_arguments(verb, required=True)
+    verb.add_argument("--output", metavar="DIR", help="the run directory (default: runs/MODEL-DATA)")
+    verb.add_argument("overrides", nargs="*", metavar="key.key=value", help="a value for the recipe that is made")
+    _add_start_arguments(verb, required=False)
+
     verb = arguments.add_verb(verbs, init)
     verb.add_argument("folder", nargs="?", default=".", metavar="DIR", help="its folder (default: the current one)")
-    verb.add_argument("--task", choices=("lm", "chat", "classify", "custom"), default="lm", help="default: lm")
-    verb.add_argument("--model", help="a directory or a name on the hub (default: a small model, from random weights)")
-    verb.add_argument("--data", metavar="FILE", help="a file, glob or directory (default: built-in data)")
-    adapters = verb.add_mutually_exclusive_group()
-    for kind, what in (("lora", "train adapters"), ("qlora", "train adapters on a model in 4 bits")):
-        adapters.add_argument(f"--{kind}", dest="adapters", action="store_const", const=kind, help=what)
+    _add_project_arguments(verb, required=False)
 
     verb = arguments.add_verb(verbs, convert)
     verb.add_argument("file", type=os.path.expanduser, metavar="FILE", help="a config of one of these tools, in YAML")
@@ -39,11 +44,10 @@ def add_verbs(verbs: Any) -> None:
     text = "processes of the run, which multiply the batch (default: what the config says, or 1)"
     verb.add_argument("--devices", type=int, metavar="N", help=text)
 
-    verb = arguments.add_verb(verbs, launch)
-    arguments.add_launch_arguments(verb, required=True)
-    add_recipe_arguments(verb)
-    verb.add_argument("--dry-run", action="store_true", help=DRY_RUN_HELP)
-    verb.add_argument("--quiet", action="store_true", help="print errors only")
+    for run in (train, launch):
+        verb = arguments.add_verb(verbs, run)
+        add_recipe_arguments(verb)
+        _add_start_arguments(verb, required=run is launch)
 
     verb = arguments.add_verb(verbs, explain)
     arguments.add_launch_arguments(verb, required=False)
@@ -89,6 +93,47 @@ def add_verbs(verbs: Any) -> None:
     verb.add_argument("--path", action="store_true", help="print the path of the installed schema file instead")
 
 
+def _add_project_arguments(verb: argparse.ArgumentParser, *, required: bool) -> None:
+    """Adds what a new recipe is made of; `required`: the model and the data must be given."""
+    own = ("", "") if required else (" (default: a small model, from random weights)", " (default: built-in data)")
+    text = "what is learned (default: found from the data)"
+    verb.add_argument("--task", choices=("lm", "chat", "classify", "custom")[: 3 if required else 4], help=text)
+    verb.add_argument("--model", required=required, help=f"a directory or a name on the hub{own[0]}")
+    verb.add_argument("--data", required=required, metavar="FILE", help=f"a file, glob or directory{own[1]}")
+    adapters = verb.add_mutually_exclusive_group()
+    for kind, what in (("lora", "train adapters"), ("qlora", "train adapters on a model in 4 bits")):
+        adapters.add_argument(f"--{kind}", dest="adapters", action="store_const", const=kind, help=what)
+
+
+def _add_start_arguments(verb: argparse.ArgumentParser, *, required: bool) -> None:
+    """Adds what starts a run; `required`: a launch file must be given."""
+    arguments.add_launch_arguments(verb, required=required)
+    verb.add_argument("--dry-run", action="store_true", help=DRY_RUN_HELP)
+    verb.add_argument("--quiet", action="store_true", help="print errors only")
+
+
+def sft(parsed: argparse.Namespace) -> None:
+    """Fine-tune a model on your data in one command: the recipe is made, run, and kept in the run directory."""
+    arguments.prepare_libraries()
+    hub_access.require_model(parsed.model, "--model")
+    from finetune.cli.new_project import Project, make_recipe
+    from finetune.utils import atomic_files
+    from finetune.utils.temporary_folders import temporary_folder
+
+    project = Project(parsed.task, parsed.model, parsed.data, parsed.adapters, parsed.output)
+    made = make_recipe(project, parsed.overrides)
+    parsed.overrides = []
+    if not parsed.quiet:
+        print("\n".join(made.lines))
+    _fill_in_launch(parsed, made.recipe)
+    with temporary_folder() if parsed.dry_run else nullcontext(made.file.parent) as folder:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = folder / made.file.name
+        atomic_files.write_text(file, made.text)
+        parsed.recipe = str(file)
+        launch(parsed)
+
+
 def init(parsed: argparse.Namespace) -> None:
     """Create a project that runs as it is: recipe, launch files, README."""
     arguments.prepare_libraries()
@@ -104,6 +149,28 @@ def convert(parsed: argparse.Namespace) -> None:
     from finetune.cli.convert_config import convert_config
 
     print("\n".join(convert_config(Path(parsed.file), parsed.tool, Path(parsed.folder), parsed.devices)))
+
+
+def train(parsed: argparse.Namespace) -> None:
+    """Train a recipe under the launch file that fits this machine, as `finetune plan` recommends it."""
+    _fill_in_launch(parsed, load_checked(parsed))
+    launch(parsed)
+
+
+def _fill_in_launch(parsed: argparse.Namespace, recipe: "Recipe") -> None:
+    """Fills in the launch file that fits, and what else that takes, unless the command line names one."""
+    if parsed.config_file is not None:
+        return
+    from finetune.cli.choose_launch import choose_for_command
+
+    silence_libraries()
+    choice = choose_for_command(recipe, arguments.launch_options(parsed))
+    parsed.config_file = choice.file
+    parsed.overrides = [*parsed.overrides, *choice.changes]
+    if choice.differs:
+        parsed.num_processes = str(choice.num_processes)
+    if not parsed.quiet:
+        print(choice.line())
 
 
 def launch(parsed: argparse.Namespace) -> None:

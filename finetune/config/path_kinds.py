@@ -51,6 +51,8 @@ _ADVICE: dict[Wanted, dict[Kind, str]] = {
         "tokenizer": "Name files of documents. The tokenizer is named as tokenizer.name.",
     },
 }
+DATA_SUFFIXES = (".txt", ".jsonl", ".json", ".parquet", ".csv", ".tsv")
+"""Endings of files that hold documents."""
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
 
 
@@ -196,15 +198,26 @@ def check_paths(recipe: Recipe) -> None:
 
 
 def find_files(given: str) -> list[Path]:
-    """Returns what a source's `path` names: a file, a directory, or the files that a glob matches, sorted by name.
+    """Returns what a source's `path` names: a file, a saved data set, or the files of a directory or glob, by name.
 
-    Links are followed. A file that a glob reaches by several names is taken once.
+    Links are followed. A file that is reached by several names is taken once.
 
     Raises:
         DataError: If there is nothing, or something that is neither a file nor a directory.
     """
     # A name with brackets in it is first of all a name.
     names = [given] if os.path.lexists(given) else glob.glob(given, recursive=True)
+    if names and all(map(os.path.isdir, names)) and (len(names) > 1 or kind_of(Path(names[0])) is None):
+        for name in names:
+            if (wrong := why_not(Path(name), "data")) is not None:
+                raise DataError(wrong)
+        found_below = [path for name in names for path in data_files_below(Path(name))[0]]
+        if not found_below:
+            raise DataError(
+                f"{given} holds no file that can be read, nor do the folders in it. Allowed are "
+                f"{', '.join(DATA_SUFFIXES)}, or a directory written by `datasets`' save_to_disk."
+            )
+        names = list(map(str, found_below))
     if not names:
         raise DataError(
             f"There is no file {given}{_nearest(Path(given))} (looked from {Path.cwd()}). Relative paths count from "
@@ -231,6 +244,23 @@ def find_files(given: str) -> list[Path]:
         if (wrong := why_not(path, "data")) is not None:
             raise DataError(wrong)
     return files
+
+
+def data_files_below(folder: Path) -> tuple[list[Path], list[Path]]:
+    """Returns the files in a folder and in those below it that a source reads, and those that it leaves out, by name.
+
+    Those that hold something other than text are among the first, for their reader to refuse. Hidden ones are left out
+    without a word.
+    """
+
+    def is_read(path: Path) -> bool:
+        with suppress(OSError):
+            return path.suffix.lower() in DATA_SUFFIXES or not path.is_file() or format_of(path) is not None
+        return True
+
+    paths = (folder / name for name in sorted(glob.glob("**", root_dir=folder, recursive=True)))
+    files = {path: is_read(path) for path in paths if not path.is_dir()}
+    return [path for path, read in files.items() if read], [path for path, read in files.items() if not read]
 
 
 def _nearest(path: Path) -> str:

@@ -167,8 +167,9 @@ class Source(Section):
     """Number of stories to take from the built-in generator, which needs no network or files. With a `chat` section it
     generates conversations, unless `format` is `text`."""
     path: PathText | None = None
-    """A file or glob: .txt (documents end with a line `<|endoftext|>`), .jsonl, .json, .parquet, .csv; or a
-    directory written by `datasets`' `save_to_disk`. Relative paths count from the working directory."""
+    """A file, glob, or directory, with those below it: .txt (documents end with a line `<|endoftext|>`), .jsonl, .json,
+    .parquet, .csv, .tsv; or a directory written by `datasets`' `save_to_disk`. Relative paths count from the working
+    directory."""
     hub: str | None = None
     """Name of a data set on the Hugging Face hub."""
     hub_config: str | None = None

@@ -11,6 +11,8 @@ from finetune.utils.errors import DataError
 from finetune.utils.exact import exact_product
 
 _FIELDS = 20
+# What is left out without a warning of its own.
+_MOST_LEFT_OUT = 0.03
 NO_END = "no_end"
 WORDS = {
     NO_END: "documents have no end that is learned, because the tokenizer has no end-of-text token",
@@ -43,6 +45,8 @@ class SourceReport:
     """Format of conversations; empty for documents."""
     unread: tuple[str, ...] = ()
     """Fields of these that hold something and are not read."""
+    files: str = ""
+    """Formats of its files, where there are several, and what beside them is not read."""
 
 
 @dataclass(frozen=True)
@@ -153,6 +157,9 @@ class DataReport:
             counted.update(_notes(split))
             counted.update({WORDS[found.kind]: found.count for found in split.findings})
         lines = ["; ".join(parts)] if parts else []
+        if self.train is not None:
+            lines += [f"{source.name}: {source.files}" for source in self.train.sources if source.files]
+            lines += self._too_long_lines(self.train)
         if counted:
             (what, count), *more = counted.most_common()
             others = f", and {len(more)} other thing{'s' if len(more) > 1 else ''}" if more else ""
@@ -160,6 +167,14 @@ class DataReport:
         if self.train is not None and self.train.classes:
             lines.append(f"classes: {_class_counts(self.train.classes)}")
         return [*lines, *self._class_notes()]
+
+    def _too_long_lines(self, split: SplitReport) -> list[str]:
+        """Returns a warning where more than a few per cent of the training documents are left out as too long."""
+        left_out = split.dropped if split.chat is None else split.chat.too_long
+        share = left_out / max(1, split.documents + (left_out if split.chat is not None else 0))
+        if share <= _MOST_LEFT_OUT:
+            return []
+        return [f"{share:.0%} of the data left out as too long: raise data.sequence_length ({self.sequence_length})"]
 
     def _class_notes(self) -> list[str]:
         notes = list(self.notes)
@@ -209,6 +224,8 @@ def _split_lines(name: str, split: SplitReport) -> list[str]:
         form = f"{source.format}, " if source.format else ""
         lines.append(f"    {source.name}: {form}{source.documents:,} documents, {source.tokens:,} tokens")
     for source in split.sources:
+        if source.files:
+            lines.append(f"    {source.name}: {source.files}")
         if source.unread:
             more = f" and {len(source.unread) - _FIELDS} more" if len(source.unread) > _FIELDS else ""
             lines.append(f"    {source.name}: fields that are not read: {', '.join(source.unread[:_FIELDS])}{more}")

@@ -120,7 +120,7 @@ class _Preparation:
                     f"data.validation.{number}.weight is {source.weight:g}, but evaluation reads every document once. "
                     "Remove the weight; `limit` reads fewer documents."
                 )
-        train_corpora = self._open(data.train)
+        train_corpora = self._open("train")
         train_rules = self._rules(data.validation_fraction if data.train and not data.validation else 0.0)
         self._tokenizer = self._find_tokenizer(train_corpora, train_rules)
         self._num_ids = tokenizer.num_ids(self._tokenizer)
@@ -131,7 +131,7 @@ class _Preparation:
             self._wrapping = (tokenizer.pairing_of if self._paired else tokenizer.wrapping_of)(self._tokenizer)
 
         sides: dict[str, _Side] = {}
-        validation_corpora = self._open(data.validation)
+        validation_corpora = self._open("validation")
         if data.train:
             tokens = self._tokenise(train_corpora, train_rules)
             if tokens.facts[token_files.TRAIN] is None:
@@ -184,14 +184,15 @@ class _Preparation:
             digest=_digest(first, classes),
         )
 
-    def _open(self, sources: Sequence[Source]) -> list[Corpus]:
+    def _open(self, side: str) -> list[Corpus]:
         corpora = []
-        for source in sources:
-            form = None
+        sources: tuple[Source, ...] = getattr(self._data, side)
+        for number, source in enumerate(sources):
+            form, key = None, f"data.{side}.{number}"
             if self._chat is not None:
                 named = (source.format, source.fields, self._chat.roles, source.text_field)
-                form = RecordForm(*named, strip=self._data.strip, tolerance=self._tolerance)
-            corpora.append(open_source(source, labelled=self._labelled, form=form, numbers=self._numbers))
+                form = RecordForm(*named, strip=self._data.strip, tolerance=self._tolerance, source=key)
+            corpora.append(open_source(source, labelled=self._labelled, form=form, key=key, numbers=self._numbers))
         return corpora
 
     def _rules(self, held_out: float) -> Rules:
@@ -406,7 +407,14 @@ class _Preparation:
             useful_share=(made["pairs"] + around) / places if places else 0.0,
             empty=counts["empty"] + made["empty"] - left_out,
             sources=tuple(
-                SourceReport(corpora[s["number"]].name, s["documents"], s["tokens"], s["format"], tuple(s["unread"]))
+                SourceReport(
+                    corpora[s["number"]].name,
+                    s["documents"],
+                    s["tokens"],
+                    s["format"],
+                    tuple(s["unread"]),
+                    corpora[s["number"]].files,
+                )
                 for s in counts["sources"]
             ),
             overlap=overlap,

@@ -13,13 +13,53 @@ from finetune.data.rows.packed_rows import IGNORED, TokenRows
 _LEARNED = "bold green"
 _READ = "dim"
 _SHOWN = 8
+_DIVIDED = "Tokens are divided by |"
+
+# What a run keeps of its data: some 10 KB, which take milliseconds to make.
+_PREVIEWED, _PREVIEWED_TOKENS = 3, 240
 
 
-def examples(rows: Rows, tokenizer: Any, label_names: Sequence[str], count: int, *, coloured: bool) -> Iterator[Text]:
+def preview(rows: Rows, tokenizer: Any, label_names: Sequence[str]) -> list[list[dict[str, Any]]]:
+    """Returns lines about the first examples, for `examples.json`: parts with `text` and whether it is `learned`.
+
+    Of a long example only the beginning and the end are there.
+    """
+    lines = examples(rows, tokenizer, label_names, _PREVIEWED, coloured=True, most_tokens=_PREVIEWED_TOKENS)
+    # A page says for itself how learned tokens are marked.
+    return [_parts(line) for line in lines if not line.plain.startswith(_DIVIDED)]
+
+
+def _parts(line: Text) -> list[dict[str, Any]]:
+    """Returns the learned and the other parts of a line in turn; what divides two learned tokens is in theirs."""
+    text, learned = line.plain.lstrip("\n"), np.zeros(len(line.plain), dtype=bool)
+    for span in line.spans:
+        learned[span.start : span.end] |= span.style == _LEARNED
+    learned = learned[len(learned) - len(text) :]
+    between = np.flatnonzero(~learned[1:-1] & learned[:-2] & learned[2:]) + 1
+    learned[between] = True
+    ends = [*np.flatnonzero(np.diff(learned)) + 1, len(text)]
+    starts = [0, *ends[:-1]]
+    return [
+        {"text": text[start:end], "learned": bool(learned[start])}
+        for start, end in zip(starts, ends, strict=True)
+        if end > start
+    ]
+
+
+def examples(
+    rows: Rows,
+    tokenizer: Any,
+    label_names: Sequence[str],
+    count: int,
+    *,
+    coloured: bool,
+    most_tokens: int | None = None,
+) -> Iterator[Text]:
     """The first examples of some rows: of this toolkit, or a custom task's own.
 
     Args:
         coloured: Tell learned tokens by colour; else by brackets around each.
+        most_tokens: Tokens of an example that are shown, half of them from its end; None: all.
     """
     bold = "bold" if coloured else ""
     if not isinstance(rows, TokenRows):
@@ -31,10 +71,9 @@ def examples(rows: Rows, tokenizer: Any, label_names: Sequence[str], count: int,
                 kind = str(values.dtype).removeprefix("torch.")
                 yield Text(f"{name}: {kind} of shape {tuple(values.shape)}: {first}{more}")
         return
-    tells = "the class is" if label_names else "the number is"
-    learned = tells if rows.classes is not None else "those that are"
-    how = "green" if coloured else "in [brackets]"
-    yield Text(f"Tokens are divided by |; {learned} learned, and {how}")
+    tells = "the class, which is learned, is" if label_names else "the number, which is learned, is"
+    learned = tells if rows.classes is not None else "learned tokens are"
+    yield Text(f"{_DIVIDED}; {learned} {'green' if coloured else 'in [brackets]'}")
     for number, (ids, targets, label) in enumerate(itertools.islice(_documents(rows), count), start=1):
         title = Text(f"\nexample {number}: {ids.size:,} tokens, ", style=bold)
         if label is None:
@@ -43,7 +82,13 @@ def examples(rows: Rows, tokenizer: Any, label_names: Sequence[str], count: int,
             name = label_names[int(label)] if label_names else f"{label:g}"
             name = name if coloured else f"[{name}]"
             yield title.append("class " if label_names else "number ").append(name, style=_LEARNED if coloured else "")
-        yield _line(tokenizer, ids.tolist(), targets.tolist(), coloured=coloured)
+        if most_tokens is None or ids.size <= most_tokens:
+            yield _line(tokenizer, ids.tolist(), targets.tolist(), coloured=coloured)
+            continue
+        half = most_tokens // 2
+        yield _line(tokenizer, ids[:half].tolist(), targets[:half].tolist(), coloured=coloured)
+        yield Text(f"… {ids.size - 2 * half:,} more tokens …", style=_READ)
+        yield _line(tokenizer, ids[-half:].tolist(), targets[-half:].tolist(), coloured=coloured)
 
 
 def _documents(rows: TokenRows) -> Iterator[tuple[Any, Any, float | None]]:

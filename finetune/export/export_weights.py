@@ -7,18 +7,20 @@ import gc
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import filelock
 import huggingface_hub
 import torch
 from safetensors.torch import save_file
-from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig
+from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from finetune.checkpoint import trusted_code
 from finetune.config import path_kinds
 from finetune.config.recipe_schema import Recipe
-from finetune.export import find_weights, merge, model_card, verify_export
+from finetune.export import find_weights, merge, model_card, verify_export, write_gguf
 from finetune.export.find_weights import WeightSource
 from finetune.models import lora_adapters, prompts
 from finetune.models.heads import Head
@@ -61,6 +63,11 @@ class _Export:
         stored = getattr(self.config, "quantization_config", None) is not None
         return "stored" if stored else self.recipe.model.quantization
 
+    @property
+    def gguf(self) -> str | None:
+        """Name of the file, if it is GGUF that is written."""
+        return f"model-{self.kind.removeprefix('gguf-')}.gguf" if self.kind in write_gguf.TYPES else None
+
 
 def export_weights(
     place: Path,
@@ -77,7 +84,7 @@ def export_weights(
 
     Args:
         place: A run, or one of its checkpoints.
-        kind: `adapter`, `merged` (fp32) or `merged-16bit`.
+        kind: `adapter`, `merged` (fp32), `merged-16bit`, `gguf-f16` or `gguf-q8_0`.
         say: Gets each line that is reported.
         base: The base at another place than the recipe's.
         trust_remote_code: Whether Python code that the run names or brings may run, though this user did not start it
@@ -100,14 +107,19 @@ def export_weights(
             _check_has_adapter(found)
         ready = _build_data(found, recipe, say)
         job = _Export(found, recipe, ready, kind, shard_size, head, merge.config_of(found, recipe, ready))
+        if job.gguf is not None:
+            write_gguf.check_convertible(job.config, ready.tokenizer, found.run, text=head.next_token)
         staging = target.with_name(target.name + ".staging")
         try:
             remove_path(staging)
             staging.mkdir()
-            stops = (_write_adapter if kind == "adapter" else _write_merged)(job, staging, say)
-            if ready.tokenizer is not None:
-                ready.tokenizer.save_pretrained(staging)
-            prompts.check_stop_tokens(staging, stops, ready.tokenizer)
+            if job.gguf is not None:
+                _write_gguf(job, staging / job.gguf, say)
+            else:
+                stops = (_write_adapter if kind == "adapter" else _write_merged)(job, staging, say)
+                if ready.tokenizer is not None:
+                    ready.tokenizer.save_pretrained(staging)
+                prompts.check_stop_tokens(staging, stops, ready.tokenizer)
             proof = _verify(job, staging)
             for line in proof:
                 say(line)
@@ -145,14 +157,19 @@ def _build_data(source: WeightSource, recipe: Recipe, say: Say) -> TaskData:
     return TaskData(train=None, tokenizer=tokenizer)
 
 
-def _write_merged(job: _Export, staging: Path, say: Say) -> list[int]:
-    """Writes weights and generation config; returns the tokens at which generation stops. So does `_write_adapter`."""
+def _build_merged(job: _Export, say: Say) -> PreTrainedModel:
     base = job.recipe.model.name or "base"
     model = merge.build_merged(job.source, job.recipe, job.ready, job.dtype)
     if job.quantized == "stored":
         say(f"Merged onto the dequantised {base}: it is stored quantised, and what it was before is not at hand.")
     elif job.quantized is not None:
         say(f"Merged onto the unquantised {base}; it was trained on the quantised one ({job.quantized}).")
+    return model
+
+
+def _write_merged(job: _Export, staging: Path, say: Say) -> list[int]:
+    """Writes weights and generation config; returns the tokens at which generation stops. So does `_write_adapter`."""
+    model = _build_merged(job, say)
     stops: list[int] = []
     if model.can_generate():
         generation = model.generation_config or GenerationConfig.from_model_config(model.config)
@@ -165,6 +182,20 @@ def _write_merged(job: _Export, staging: Path, say: Say) -> list[int]:
     gc.collect()  # networks refer to themselves
     say(verify_export.check_files(staging, shapes, job.dtype, ties, infinite))
     return stops
+
+
+def _write_gguf(job: _Export, file: Path, say: Say) -> None:
+    """Writes weights, tokenizer, template and ends of texts in one file, and a Modelfile beside it."""
+    model = _build_merged(job, say)
+    tokenizer: Any = job.ready.tokenizer
+    stops = _stops(job, model.generation_config or GenerationConfig.from_model_config(model.config), say)
+    if len(stops) > write_gguf.MOST_STOPS:
+        names = ", ".join(tokenizer.convert_ids_to_tokens(stops[write_gguf.MOST_STOPS :]))
+        say(f"A GGUF file names {write_gguf.MOST_STOPS} ends of texts. Only the Modelfile says that {names} are, too.")
+    add_bos = write_gguf.begins_with_bos(tokenizer, job.recipe)
+    say(write_gguf.write_gguf(model, tokenizer, file, job.kind, stops, add_bos=add_bos))
+    if not write_gguf.write_modelfile(file.parent, file.name, tokenizer, stops) and tokenizer.chat_template:
+        say("The Modelfile has no TEMPLATE: Ollama takes the one in the file if it knows it. Compare an answer first.")
 
 
 def _write_adapter(job: _Export, staging: Path, say: Say) -> list[int]:
@@ -208,7 +239,11 @@ def _verify(job: _Export, staging: Path) -> list[str]:
         model = lora_adapters.merge_adapters(model, torch.float32)
         state = model.state_dict()
         expected = as_written(model, state)
-    worst = verify_export.worst_tensor(staging, expected)
+    if job.gguf is not None:
+        read = partial(write_gguf.read_tensors, config=job.config, names=expected.keys())
+        worst = verify_export.worst_tensor(staging / job.gguf, expected, read)
+    else:
+        worst = verify_export.worst_tensor(staging, expected)
     del model, state, expected
     gc.collect()
     question = {
@@ -221,8 +256,14 @@ def _verify(job: _Export, staging: Path) -> list[str]:
         "pad_token_id": job.config.pad_token_id if adapter and not job.head.next_token else None,
         "dequantize": job.quantized == "stored",
     }
+    if job.gguf is not None:
+        texts = write_gguf.check_texts(job.ready.tokenizer)
+        question |= {"gguf": job.gguf, "config": write_gguf.not_in_reader(job.config), "texts": texts}
     answer = verify_export.open_in_fresh_process(staging, probe, question)
-    proof = [verify_export.check_figures(staging, answer, probe, worst, job.dtype)]
+    rounded = write_gguf.ROUNDED.get(job.kind, job.dtype)
+    proof = [verify_export.check_figures(staging, answer, probe, worst, rounded)]
+    if job.gguf is not None:
+        proof.append(write_gguf.check_tokens(staging / job.gguf, question, answer["tokens"], job.ready.tokenizer))
     if job.quantized is not None:
         quantized = merge.build_trained(job.source, recipe, job.ready, quantised=True)
         proof.append(verify_export.quantization_note(quantized, probe, job.quantized))
@@ -284,7 +325,7 @@ def _set_aside(staging: Path, target: Path) -> None:
     failed = target.with_name(target.name + ".failed")
     with contextlib.suppress(OSError):  # what is wrong is being reported already
         remove_path(failed)
-        if any(staging.glob("*.safetensors")):
+        if any(staging.glob("*.safetensors")) or any(staging.glob("*.gguf")):
             staging.rename(failed)
         else:
             remove_path(staging)

@@ -19,7 +19,13 @@ def _open(ask: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Returns the network, in fp32 whatever it is stored in, and the missing and unexpected tensors."""
     auto = getattr(transformers, ask["auto"])
     options = {"dtype": torch.float32, "trust_remote_code": ask["trust_remote_code"], "output_loading_info": True}
-    if ask["base"] is None:
+    if ask.get("gguf"):
+        where = {"gguf_file": ask["gguf"], "trust_remote_code": False}
+        config = transformers.AutoConfig.from_pretrained(ask["folder"], **where)
+        for key, value in ask["config"].items():
+            setattr(config, key, value)
+        network, report = auto.from_pretrained(ask["folder"], config=config, **{**options, **where})
+    elif ask["base"] is None:
         network, report = auto.from_pretrained(ask["folder"], **options)
     else:
         from peft import PeftModel
@@ -63,6 +69,17 @@ def select_inputs(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, to
     return {name.partition(".")[2]: tensor for name, tensor in tensors.items() if name.startswith(f"{prefix}.")}
 
 
+def read_tokens(ask: dict[str, Any]) -> dict[str, Any]:
+    """Returns what the tokenizer in a GGUF file makes of texts, its chat template and its special tokens."""
+    found = transformers.AutoTokenizer.from_pretrained(ask["folder"], gguf_file=ask["gguf"], trust_remote_code=False)
+    return {
+        "ids": [found(text, add_special_tokens=False)["input_ids"] for text in ask["texts"]],
+        "chat template": found.chat_template,
+        "bos token": found.bos_token,
+        "eos token": found.eos_token,
+    }
+
+
 def compare(ask: dict[str, Any]) -> dict[str, Any]:
     """Returns the differences between the opened network and the trained one."""
     logging.set_verbosity_error()
@@ -75,6 +92,7 @@ def compare(ask: dict[str, Any]) -> dict[str, Any]:
         "finite": bool(torch.isfinite(logits).all()),
         "distance": float((logits - expected).abs().max()) / (float(expected.abs().max()) or 1.0),
         "loss": mean_loss(network, given, ask["options"]),
+        "tokens": read_tokens(ask) if ask.get("gguf") else None,
         "ours": sorted(name for name in sys.modules if name.split(".")[0] == "finetune"),
     }
 

@@ -68,7 +68,8 @@ def write_model_card(
 
 def _front_matter(source: WeightSource, kind: str, base_folder: Path | None, head: Head) -> list[str]:
     adapter = kind == "adapter" or (kind == "model" and source.recipe.lora is not None)
-    facts: dict[str, Any] = {"library_name": "peft" if adapter else "transformers"}
+    library = "peft" if adapter else "gguf" if kind.startswith("gguf") else "transformers"
+    facts: dict[str, Any] = {"library_name": library}
     name, notes = source.recipe.model.name, []
     # The hub refuses a card whose base is a folder of somebody's machine.
     if name is not None and _ON_HUB.fullmatch(name) and not Path(name).exists():
@@ -101,7 +102,13 @@ def _origin(source: WeightSource, kind: str) -> str:
     how = "All weights of" if recipe.lora is None else f"A LoRA adapter of rank {recipe.lora.rank} for"
     if recipe.model.quantization is not None:
         how = f"A QLoRA adapter of rank {recipe.lora.rank if recipe.lora else 0} ({recipe.model.quantization}) for"
-    written = {"adapter": "as an adapter", "merged": "merged, in fp32", "merged-16bit": "merged, in 16 bits"}.get(kind)
+    written = {
+        "adapter": "as an adapter",
+        "merged": "merged, in fp32",
+        "merged-16bit": "merged, in 16 bits",
+        "gguf-f16": "merged, as GGUF in fp16",
+        "gguf-q8_0": "merged, as GGUF in 8 bits (Q8_0)",
+    }.get(kind)
     end = f" Written {written}." if written else ""
     return f"{how} {base}, trained for {source.step} steps with finetune.{end}"
 

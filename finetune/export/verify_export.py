@@ -8,7 +8,7 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,9 +32,19 @@ INDEX = "model.safetensors.index.json"
 # Largest difference of a logit, as a share of the largest logit, and of the mean loss in nats. The fresh process
 # computes in fp32 whatever the weights are stored in, so what is left is the rounding of weights, and in fp32 the
 # other order in which a merged model adds. Measured: docs/export.md.
-TOLERANCE = {torch.float32: (1e-4, 1e-4), torch.float16: (1e-2, 5e-3), torch.bfloat16: (5e-2, 2e-2)}
+TOLERANCE: dict[torch.dtype | str, tuple[float, float]] = {
+    torch.float32: (1e-4, 1e-4),
+    torch.float16: (1e-2, 5e-3),
+    torch.bfloat16: (5e-2, 2e-2),
+    "q8_0": (5e-2, 2e-2),
+}
 # Of one number, as a share of the largest in its tensor: rounding once is half of this.
-_ROUNDING = {torch.float32: 1e-6, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
+_ROUNDING: dict[torch.dtype | str, float] = {
+    torch.float32: 1e-6,
+    torch.float16: 2.0**-10,
+    torch.bfloat16: 2.0**-7,
+    "q8_0": 2.0**-7,
+}
 
 _PROBE = (2, 64)
 _NUM_ROWS = 8
@@ -231,10 +241,14 @@ def open_in_fresh_process(folder: Path, probe: Probe, about: dict[str, Any]) -> 
     return answer
 
 
-def worst_tensor(folder: Path, expected: dict[str, torch.Tensor]) -> tuple[str, float]:
+def worst_tensor(
+    folder: Path,
+    expected: dict[str, torch.Tensor],
+    read: Callable[[Path], Iterator[tuple[str, torch.Tensor]]] = tensors_of,
+) -> tuple[str, float]:
     """Returns the tensor in a folder that differs most, and by how much, as a share of its largest number."""
     worst = ("none", 0.0)
-    for name, tensor in tensors_of(folder):
+    for name, tensor in read(folder):
         if name not in expected:
             continue
         wanted = expected[name].float()
@@ -248,13 +262,13 @@ def worst_tensor(folder: Path, expected: dict[str, torch.Tensor]) -> tuple[str, 
 
 
 def check_figures(
-    folder: Path, answer: dict[str, Any], probe: Probe, worst: tuple[str, float], dtype: torch.dtype
+    folder: Path, answer: dict[str, Any], probe: Probe, worst: tuple[str, float], dtype: torch.dtype | str
 ) -> str:
     """Compares what a fresh process answered with what is allowed, and describes it for people.
 
     Args:
         worst: The tensor that differs most, and by how much, as a share of its largest number.
-        dtype: Of the weights that were written.
+        dtype: Of the weights that were written; ggml's name for it in lower case, if torch has none.
 
     Raises:
         CheckpointError: Naming the tensor that differs most.

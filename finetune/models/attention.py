@@ -56,7 +56,7 @@ def choose_attention(asked: str, config: PretrainedConfig, architectures: Any, *
     capped = getattr(text, "attn_logit_softcapping", None) is not None
     written = capped or not transformers_private.supports_sdpa(network)
     if asked == NAME and written:
-        raise RecipeError(f"model.attention: {config.model_type} cannot attend by `{NAME}`. Set it to `eager`.")
+        raise RecipeError(f"model.attention: {config.model_type} cannot use `{NAME}` attention. Set it to `eager`.")
     if asked != "auto":
         return asked
     if written:

@@ -217,6 +217,8 @@ class Training:
                     pass
             self._run.backend.close()
         finally:
+            # After an error too: another run in this process may take the directory next.
+            self._run.checkpoints.join_writer()
             self._run.directory.release()
             self._run.backend.forget()
 

@@ -19,6 +19,7 @@ from finetune.checkpoint.snapshot import Snapshot
 from finetune.config.recipe_schema import Recipe
 from finetune.data.rows.feed import TokenFileFeed
 from finetune.data.rows.row_order import RowOrder
+from finetune.data.show_examples import preview
 from finetune.distributed import device_selection, rendezvous_store
 from finetune.distributed.backend import Backend
 from finetune.distributed.held_memory import Memory
@@ -63,6 +64,9 @@ from finetune.utils.compat.library_versions import untested_versions
 
 # How long ranks wait for rank 0 to read the base's files or to count the network, and for those that start later.
 _PATIENCE = timedelta(hours=2)
+
+# A run of so many epochs that it has fewer steps than this is warned of.
+_FEW_STEPS = 50
 
 
 @dataclass(frozen=True)
@@ -318,7 +322,7 @@ def _open_run(
             "data": {"digest": data.digest, **data.report},
         }
         begin = {"from_step": resume.step, "resumed_from": resume.source, "data_ranks": plan.launch.data_ranks}
-        inputs.directory.create(backend, recipe, facts, begin=begin)
+        inputs.directory.create(backend, recipe, facts, begin=begin, examples=partial(_first_examples, data))
     folder = inputs.directory.path
     trackers = Trackers(recipe.log.trackers, folder, {"recipe": recipe.model_dump(mode="json"), "launch": launch})
     reporter = Reporter(backend, folder, inputs.length.num_steps, trackers=trackers, quiet=quiet)
@@ -335,8 +339,15 @@ def _open_run(
     return reporter
 
 
+def _first_examples(data: TaskData) -> list[list[dict[str, Any]]]:
+    """Returns lines for `examples.json` about rows that are made of tokens."""
+    if data.train is None or data.tokenizer is None:
+        return []
+    return preview(data.train, data.tokenizer, data.label_names)
+
+
 def _start_lines(plan: RunPlan, backend: Backend, built: BuiltModel, resume: ResumePoint) -> Iterator[str]:
-    """Yields at most eight lines for a terminal of 80 columns, but for names and paths that are long."""
+    """Yields eight lines for a terminal of 80 columns, but for names and paths that are long, and one a warning."""
     recipe, data, runtime = plan.recipe, plan.inputs.data, built.runtime
     name = recipe.model.name or (recipe.model.config or {}).get("model_type") or recipe.task.name
     total, trained = runtime.num_parameters, runtime.num_trained
@@ -351,6 +362,8 @@ def _start_lines(plan: RunPlan, backend: Backend, built: BuiltModel, resume: Res
         split = f"{ranks} x {batch.micro_size} rows x {accumulation} micro-batch{'es' if accumulation != 1 else ''}"
         epochs = num_steps * batch.global_size / max(1, plan.inputs.length.epoch_rows)
         steps = f"{num_steps:,} of {batch.global_size} rows = {split}; {epochs:.3g} epochs"
+        if recipe.length.epochs is not None and num_steps < _FEW_STEPS:
+            steps += f"\nonly {num_steps} steps: raise length.epochs, or lower batch.global_size"
     texts = {
         "model": ", ".join(filter(None, (str(name), f"{_short_count(total)} parameters", share, *how))),
         "data": "\n".join([*data.report_lines, *without_validation(recipe, data)]),

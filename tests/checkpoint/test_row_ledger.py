@@ -33,6 +33,8 @@ class Crash(Exception):
 
 def crash_after(step: int) -> Callable[[Any], None]:
     def crash(run: Any) -> None:
+        # A process that crashes takes its writer with it; here that would go on beside the next run.
+        run.checkpoints.join_writer()
         raise Crash
 
     return at_step(step, crash)

@@ -185,7 +185,7 @@ def test_ds_config_that_is_none(place: Place, here: Here) -> None:
     place.write("ds.json", '{"zero_optimization": {"stage": 2, "stage": 3}}')
     here.assert_refused(place.recipe(), "ds.json cannot be read as JSON: key 'stage' is given twice", config=config)
     (place.folder / "ds.json").unlink()
-    here.assert_refused(place.recipe(), "ds.json, and there is none.", config=config)
+    here.assert_refused(place.recipe(), f"ds.json, and there is none in {place.folder}.", config=config)
 
 
 def test_ds_config_that_contradicts(place: Place) -> None:

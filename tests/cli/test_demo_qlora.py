@@ -33,7 +33,7 @@ def test_every_stage_runs(tmp_path: Path) -> None:
     before, after = output.index("--- before"), output.index("--- after")
     assert 0 < before < after
     assert f"The merged model lies in {merged}" in output
-    assert output.splitlines()[-1] == f'  finetune generate {merged} --chat --prompt "…"'
+    assert output.splitlines()[-1] == f"  finetune chat {merged}"
     # Answers end where stories do, and who opens the export finds the template.
     told = json.loads((merged / "generation_config.json").read_text())
     config = json.loads((merged / "tokenizer_config.json").read_text())

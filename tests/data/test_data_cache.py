@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -306,10 +307,10 @@ def test_a_report_from_the_cache_names_the_files_that_are_there(tmp_path: Path, 
     old.rename(new)
     other = report_of(new)
     assert other.reused
-    written = json.dumps(one.to_dict() | {"reused": True, "seconds": other.seconds})
+    written = json.dumps(asdict(one) | {"reused": True, "seconds": other.seconds})
     assert f"{old}, line 1: " in written
     assert ("line 2" in written) == (kind == "chat")
-    assert json.dumps(other.to_dict()) == written.replace(str(old), str(new))
+    assert json.dumps(asdict(other)) == written.replace(str(old), str(new))
 
 
 def test_a_failed_build_leaves_nothing(tmp_path: Path) -> None:

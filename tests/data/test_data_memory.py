@@ -97,7 +97,7 @@ def test_files_are_read_in_parts(tmp_path: Path, name: str, write: Callable[[Pat
 def test_what_does_not_fit_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: str, message: str
 ) -> None:
-    for module in ("streams", "readers", "documents"):
+    for module in ("streams", "readers", "corpus"):
         monkeypatch.setattr(f"finetune.data.sources.{module}.MAX_DOCUMENT_BYTES", 100)
     monkeypatch.setattr("finetune.data.sources.streams.MAX_RECORD_BYTES", 200)
     monkeypatch.setattr("finetune.data.sources.readers.MAX_RECORD_BYTES", 200)

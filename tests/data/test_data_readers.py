@@ -27,7 +27,7 @@ from testdata import MADE, REAL
 from finetune.config.recipe_schema import Source
 from finetune.data.sources import streams
 from finetune.data.sources.conversation_formats import RecordForm, Tolerance
-from finetune.data.sources.corpus import Rules, choose_texts, open_source
+from finetune.data.sources.corpus import Corpus, Rules, choose_texts, open_source
 from finetune.data.sources.readers import Fields, read_file
 from finetune.utils.errors import DataError
 
@@ -174,9 +174,73 @@ def test_nothing_there(tmp_path: Path, given: str) -> None:
         open_source(Source(path=str(tmp_path / given)), labelled=False)
 
 
-def test_a_plain_directory_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="Name files with a glob instead"):
+def test_a_directory_is_read_with_those_below_it(tmp_path: Path) -> None:
+    for folder in ("a", "b/c", ".hidden"):
+        (tmp_path / folder).mkdir(parents=True)
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["one"]}), tmp_path / "a" / "1.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["two"]}), tmp_path / "b" / "c" / "2.parquet")
+    write(tmp_path / ".hidden" / "3.txt", "hidden")
+
+    def opened(place: str) -> Corpus:
+        return open_source(Source(path=f"{tmp_path}{place}"), labelled=False)
+
+    assert [d.text for d in opened("").documents()] == ["one", "two"]
+    assert opened("").files == ""
+    # A glob of folders alone is those folders.
+    assert [d.text for d in opened("/?").documents()] == ["one", "two"]
+    write(tmp_path / "README.md", "# About")
+    write(tmp_path / "z.jsonl", '{"text": "three"}\n')
+    assert [d.text for d in opened("").documents()] == ["one", "two", "three"]
+    assert opened("").files == "2 .parquet, 1 .jsonl; not read: README.md"
+    write(tmp_path / "z.jsonl", '{"body": "three"}\n')
+    with pytest.raises(DataError, match=r"no field 'text'.*several formats \(2 .parquet, 1 .jsonl\)"):
+        list(opened("").documents())
+    # What is data in another dress is not passed over.
+    write(tmp_path / "b" / "4.jsonl.gz", gzip.compress(b"{}"))
+    with pytest.raises(DataError, match="is gzip-compressed"):
+        list(opened("/b").documents())
+
+
+def test_a_directory_without_data_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "notes.md", "# Notes")
+    with pytest.raises(DataError, match="holds no file that can be read"):
         open_source(Source(path=str(tmp_path)), labelled=False)
+
+
+@pytest.mark.parametrize("delimiter", [",", ";", "\t", "|"])
+def test_what_divides_columns_is_found(tmp_path: Path, delimiter: str) -> None:
+    rows = [["id", "text"], ["1", "Yes; no, and | more"], ["2", 'Two\nlines, "so"; to say'], ["3", ""]]
+    with open(tmp_path / "a.csv", "w", newline="", encoding="utf-8-sig") as file:
+        csv.writer(file, delimiter=delimiter).writerows(rows)
+    assert texts(tmp_path / "a.csv") == [text for _, text in rows[1:]]
+
+
+def test_a_header_alone_does_not_decide(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv", "id;text, long\n1;a\n2;b, c\n")
+    assert texts(path, field="text, long") == ["a", "b, c"]
+
+
+def test_tsv(tmp_path: Path) -> None:
+    assert texts(write(tmp_path / "a.tsv", "text\tid;no\na, b\t1\n")) == ["a, b"]
+    assert texts(write(tmp_path / "b.tsv", "text\na, b\n")) == ["a, b"]
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ('{"Body": "a", "id": 1}', "`text_field`, such as data.train.0.text_field=Body."),
+        ('{"Text here": "a"}', "Name one of them as the source's `text_field`."),
+        (
+            '{"Question": "a", "The answer": "b", "Answer": "c"}',
+            "'chat={}' data.train.0.fields.user=Question data.train.0.fields.assistant=Answer.",
+        ),
+    ],
+)
+def test_an_error_proposes_columns(tmp_path: Path, content: str, says: str) -> None:
+    path = write(tmp_path / "a.jsonl", content + "\n")
+    with pytest.raises(DataError) as caught:
+        list(open_source(Source(path=str(path)), labelled=False, key="data.train.0").documents())
+    assert str(caught.value).endswith(says)
 
 
 def test_a_missing_hub_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,8 +290,7 @@ BROKEN = {
         "of an object that holds a list, write that list alone into a file",
     ),
     "object over lines": ("a.json", '{\n"text": "a"\n}', "or has each record in a line of its own"),
-    "other delimiter": ("a.csv", "id;text\n1;a\n", "divided by ';', as the header 'id;text' shows"),
-    "tabs": ("a.csv", "id\ttext\n1\ta\n", "divided by '\\t'"),
+    "other delimiter": ("a.csv", "id;text\n1;a\n2;b;c\n", "line 3 has 3 columns and the header has 2 (divided by ';')"),
     "no header": ("a.csv", "Once upon a time,0\nTwice,1\n", "has no such line, put one there, such as `text`"),
     "column twice": ("a.csv", "text,id,text\na,1,b\n", "has the column 'text' more than once"),
     "carriage returns": ("a.csv", "text\ra\rb\r", "its lines end in carriage returns alone"),

@@ -4,6 +4,7 @@ import dataclasses
 import html
 import json
 import os
+import re
 import threading
 import urllib.error
 import urllib.request
@@ -14,15 +15,16 @@ from typing import Any
 import numpy as np
 import pytest
 from chromium import Page, chromium, needs_chromium
-from inside import Crash, copy, crash_after, mlp, run_here
+from inside import Crash, at_step, copy, crash_after, mlp, run_here
 from plotly.offline import get_plotlyjs
+from testdata import MODEL
 
 from finetune.checkpoint.run_history import read_run
 from finetune.diagnostics.run_report import charts, one_run, page, write_and_serve
 from finetune.diagnostics.run_report.charts import MOST_POINTS, downsample_curve, running_mean
 from finetune.diagnostics.run_report.page import differing_keys
 from finetune.diagnostics.run_report.write_and_serve import LiveServer, is_own_host
-from finetune.utils.errors import RecipeError
+from finetune.utils.errors import CheckpointError, RecipeError
 
 EVIL = "<script>window.spoiled = 1</script><img src=x onerror='window.spoiled = 2'></script>"
 
@@ -51,6 +53,34 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
         del os.environ["TROUBLE"]
     add_line(done.directory, step=20, sample=f"Once {EVIL}")
     return done.directory
+
+
+@pytest.fixture(scope="module")
+def talking(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A run on conversations, with samples, and its page as it was while the run went."""
+    folder = tmp_path_factory.mktemp("talking")
+    asked = [f"{EVIL} What is {number}? {'Say it. ' * 100 * (number == 1)}" for number in range(8)]
+    pairs = [{"prompt": question, "completion": f"It is {number}."} for number, question in enumerate(asked)]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    tree = {
+        "model": {"name": MODEL},
+        "chat": {"template": "plain"},
+        "data": {
+            "train": [{"path": str(folder / "pairs.jsonl")}],
+            "packing": "padded",
+            "sequence_length": 512,
+            "cache_dir": str(folder / "cache"),
+        },
+        "batch": {"global_size": 4, "micro_size": 4},
+        "length": {"steps": 4},
+        "log": {"every_steps": 1},
+        "sample": {"prompt": "Once", "max_new_tokens": 4, "every_steps": 1},
+        "output": {"dir": str(folder / "run")},
+        "precision": "fp32",
+    }
+    page = folder / "running.html"
+    done = run_here(tree, at_step(3, lambda run: write_and_serve.write_report([folder / "run"], page)))
+    return done.directory, page
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +127,46 @@ def test_a_run_in_a_browser(finished: Path, tmp_path: Path, browser: Page, width
     assert shown.js("return performance.getEntriesByType('resource').length") == 0
     assert shown.js("return window.spoiled") is None
     assert shown.console() == []
+
+
+@needs_chromium
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
+def test_everybody_can_use_the_page(
+    talking: tuple[Path, Path], finished: Path, tmp_path: Path, browser: Page, width: int, theme: str
+) -> None:
+    run, running = talking
+    files = [written(tmp_path / "one", run), running, written(tmp_path / "many", run, finished)]
+    for file in [*files, written(tmp_path / "troubled", finished)]:
+        shown = browser.open(file, width=width, theme=theme)
+        assert shown.violations() == [], file
+        assert shown.overflow() == 0, file
+        assert shown.unreachable() == [], file
+        assert shown.console() == [], file
+
+
+@needs_chromium
+def test_checks_of_a_page_can_fail(finished: Path, tmp_path: Path, browser: Page) -> None:
+    shown = browser.open(written(tmp_path, finished), width=390)
+    shown.js("document.querySelector('main').insertAdjacentHTML('beforeend', '<img src=\"data:,\">')")
+    assert "image-alt: ['img']" in shown.violations()
+    shown.js("document.querySelector('#theme').tabIndex = -1")
+    assert any('id="theme"' in one for one in shown.unreachable())
+
+
+@needs_chromium
+def test_keys(finished: Path, tmp_path: Path, browser: Page) -> None:
+    shown = browser.open(written(tmp_path, finished), width=390)
+    shown.js("document.querySelector('[data-axis=tokens]').focus()")
+    shown.press(" ")
+    assert shown.js("return document.querySelector('[data-chart=loss]').data[0].x.at(-1)") == 160
+    shown.js("document.querySelector('#checkpoints summary').focus()")
+    shown.press("\ue007")  # enter
+    assert shown.js("return document.querySelector('#checkpoints').open")
+    wide = "document.querySelector('#launch .scroll')"
+    shown.js(f"{wide}.focus()")
+    shown.press("\ue014")  # the right arrow
+    shown.wait(f"return {wide}.scrollLeft > 0")
 
 
 @needs_chromium
@@ -164,11 +234,13 @@ def test_a_live_page_refreshes(
     points = "return document.querySelector('[data-chart=loss]').data[0].x.length"
     assert shown.js(points) == 20
     shown.click('[data-axis="tokens"]')
+    shown.js("document.querySelector('#checkpoints summary').focus()")
     add_line(run, step=21, loss=0.5, grad_norm=1.0, tokens=168, step_s=0.1)
     add_line(run, step=21, sample=f"Twice {EVIL}")
     shown.wait(f"{points} === 21")
     assert shown.js("return document.querySelector('[data-chart=loss]').data[0].x.at(-1)") == 168
     assert shown.js("return document.querySelectorAll('[data-axis][aria-pressed=true]').length") == 1
+    assert shown.js("return document.activeElement.parentElement.id") == "checkpoints"
     assert "Twice <script>" in shown.js("return document.querySelector('#samples').textContent")
     assert shown.js("return window.spoiled") is None
     assert shown.console() == []
@@ -256,6 +328,39 @@ def test_a_run_that_vanishes_is_said(finished: Path, tmp_path: Path, served: Any
     server = served(run)
     (run / "run.json").unlink()
     assert ask(f"{server.url}data") == 503
+
+
+# ---------------------------------------------------------------- the data
+
+
+def test_examples_of_the_data_and_samples(talking: tuple[Path, Path], tmp_path: Path) -> None:
+    run, running = talking
+    for file in (written(tmp_path, run), running):
+        text = file.read_text(encoding="utf-8")
+        examples = text.split('<section id="examples">')[1].split("</section>")[0]
+        assert [title.split(":")[0] for title in re.findall(r"<h3>(.*?)</h3>", examples)] == [
+            "example 1",
+            "example 2",
+            "example 3",
+        ]
+        learned = [html.unescape(mark).replace("|", "") for mark in re.findall("<mark>(.*?)</mark>", examples)]
+        assert [part.strip() for part in learned] == ["It is 0.</s>", "It is 1.</s>", "It is 2.</s>"]
+        assert len(re.findall("more tokens …", examples)) == 1
+        assert "&lt;" in examples
+        assert EVIL not in text
+        samples = text.split('<section id="samples">')[1].split("</section>")[0]
+        assert "Once" in samples
+
+
+def test_examples_are_few_and_whole_or_absent(talking: tuple[Path, Path], finished: Path, tmp_path: Path) -> None:
+    assert not (finished / "examples.json").exists(), "its rows are no tokens"
+    assert 500 < (talking[0] / "examples.json").stat().st_size < 20_000
+    run = copy(talking[0], tmp_path / "run")
+    (run / "examples.json").write_text('[[{"text": 3}]]')
+    with pytest.raises(CheckpointError, match=r"examples\.json cannot be read: item 1: item 1: text is a whole number"):
+        written(tmp_path, run)
+    (run / "examples.json").unlink()
+    assert 'id="examples"' not in written(tmp_path, run).read_text(encoding="utf-8")
 
 
 # ---------------------------------------------------------------- files

@@ -65,7 +65,8 @@ def test_in_a_browser(tree: Path, theme: str, width: int, scheme: str) -> None:
             # What cannot be loaded is an error there, and nothing can be from the network.
             assert page.console() == [], name
             assert page.js("return document.body.dataset.mdColorScheme") == scheme
-        search(page, "bandwidth", "Measure links")
+        for word, title in (("bandwidth", "Measure links"), ("stopping", "Early stopping"), ("rate", "The learning")):
+            search(browser.open(site / name, width=width, theme=theme), word, title)
 
 
 def search(page: Page, word: str, title: str) -> None:

@@ -1,5 +1,6 @@
 """Opens pages in headless Chromium."""
 
+import importlib.util
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -84,6 +85,38 @@ class Page:
     def console(self) -> list[str]:
         """What went wrong, as the console has it."""
         return [line["message"] for line in self.driver.get_log("browser") if line["level"] in ("SEVERE", "WARNING")]
+
+    def violations(self) -> list[str]:
+        """What axe finds, with everything folded open: rules, and the first element that breaks each."""
+        found = importlib.util.find_spec("axe_playwright_python")
+        assert found is not None, "axe is not installed: `make setup`"
+        self.js("for (const part of document.querySelectorAll('details')) part.open = true")
+        self.js((Path(str(found.origin)).parent / "axe.min.js").read_text(encoding="utf-8"))
+        run = "const done = arguments[0]; axe.run().then((found) => done(found), (error) => done(String(error)))"
+        result = self.driver.execute_async_script(run)
+        assert isinstance(result, dict), result
+        assert len(result["passes"]) > 10
+        return [f"{rule['id']}: {rule['nodes'][0]['target']}" for rule in result["violations"]]
+
+    def press(self, *keys: str) -> None:
+        """Presses keys, one after the other, wherever the focus is."""
+        from selenium.webdriver.common.action_chains import ActionChains
+
+        ActionChains(self.driver).send_keys(*keys).perform()
+
+    def unreachable(self) -> list[str]:
+        """Controls that the tab key does not come to, or that do not show that they have the focus."""
+        controls = "[...document.querySelectorAll('a[href], button, input, select, summary, .scroll[tabindex]')]"
+        self.js(f"window.left = new Set({controls}.filter((one) => one.checkVisibility()))")
+        self.js("document.activeElement.blur()")
+        many = int(self.js("return left.size"))
+        assert many > 0
+        for _ in range(many):
+            self.press("\ue004")
+            # An outline of the browser's, or of the page's.
+            at = "document.activeElement"
+            self.js(f"if (getComputedStyle({at}).outlineStyle !== 'none') left.delete({at})")
+        return list(self.js("return [...left].map((one) => one.outerHTML.slice(0, 80))"))
 
     def overflow(self) -> int:
         """Pixels by which the page is wider than the window."""

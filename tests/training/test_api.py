@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 import typing
 from pathlib import Path
@@ -20,7 +21,7 @@ from own_optimizers import TwoRates
 
 import finetune
 from finetune import Recipe, Run, launch, load_recipe, start, train
-from finetune.training import api
+from finetune.training import api, loop, step_metrics
 from finetune.utils.errors import CheckpointError, DataError, LaunchError, RecipeError
 from finetune.utils.import_object import handed_over, import_object, name_of
 
@@ -121,6 +122,40 @@ def test_what_the_caller_does_with_a_step_is_no_part_of_one(tmp_path: Path, monk
     assert len(metrics) == 11
     assert all(line["step_s"] < 1000.0 for line in metrics)
     assert all(line["tokens_per_s"] > 1e-2 for line in metrics)
+
+
+def test_a_run_that_fails_lets_go_of_its_directory_when_it_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the next run in the process finds a checkpoint that is being written, and that then changes its name."""
+    training = start(mlp(tmp_path / "run", checkpoint={"every_steps": 5}), quiet=True)
+    checkpoints, directory = training._run.checkpoints, training._run.directory
+    held, release, busy, failing = threading.Event(), directory.release, [], step_metrics.log_step
+    snapshot = checkpoints._saver._snapshot
+    write = snapshot.write
+
+    def write_late(*given: typing.Any) -> typing.Any:
+        assert held.wait(60)
+        return write(*given)
+
+    def fail(run: typing.Any, *given: typing.Any) -> typing.Any:
+        if run.state.step == 6:
+            threading.Timer(0.2, held.set).start()
+            raise ArithmeticError("a task's own error")
+        return failing(run, *given)
+
+    def released() -> None:
+        busy.append(checkpoints._saver.busy)
+        release()
+
+    monkeypatch.setattr(snapshot, "write", write_late)
+    monkeypatch.setattr(loop, "log_step", fail)
+    monkeypatch.setattr(directory, "release", released)
+    with pytest.raises(ArithmeticError):
+        list(training.steps())
+    assert busy == [False]
+    monkeypatch.undo()
+    assert train(mlp(tmp_path / "run", checkpoint={"every_steps": 5}), quiet=True).status == "finished"
 
 
 @pytest.mark.parametrize("how", ["break", "stop", "error"])

@@ -63,6 +63,15 @@ def test_at_most_eight_short_lines_say_what_runs(trained: Done) -> None:
     assert said["resume"].startswith("resumed at step 5 from run/checkpoints/step-00000005, saved under single x 1")
 
 
+def test_few_steps_and_what_is_too_long_are_warned_of(tmp_path: Path) -> None:
+    lines = first_lines(run_here(mlp(tmp_path / "own", length={"steps": None, "epochs": 1})))
+    assert f"{'':10}only 25 steps: raise length.epochs, or lower batch.global_size" in lines
+    data = {"sequence_length": 48, "long_documents": "drop"}
+    lines = first_lines(run_here(base(data=data, length={"steps": 1}, output={"dir": str(tmp_path / "lm")})))
+    (said,) = (line.strip() for line in lines if "raise" in line)
+    assert re.fullmatch(r"\d+% of the data left out as too long: raise data.sequence_length \(48\)", said)
+
+
 def test_adapters_and_custom_tasks_have_these_lines_too(tmp_path: Path) -> None:
     lines = first_lines(run_here(base(lora={"rank": 2}, length={"steps": 1}, output={"dir": str(tmp_path / "lora")})))
     assert re.search(r"parameters, [\d,.]+( [BM])? trained \([\d.]+%\), LoRA$", lines[0])

@@ -15,10 +15,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from finetune.data.sources.column_names import as_overrides, guess_chat_fields
 from finetune.utils.errors import DataError
 
 FORMAT_VERSION = 2
 """Version of the reading of records; part of the cache's key."""
+
+AS_IT_IS = "record"
+"""Format of a `RecordForm` that returns records as they are, without nulls."""
 
 ROLES = {
     "system": "system",
@@ -140,6 +144,8 @@ class RecordForm:
     strip: bool
     """True if white space around documents of plain text goes."""
     tolerance: Tolerance
+    source: str = ""
+    """Key of the recipe's source, such as `data.train.0`, for error messages; empty where it is not known."""
     detected: str = ""
     """The format, once a record was read."""
     unread: set[str] = field(default_factory=set)
@@ -158,7 +164,7 @@ class RecordForm:
             DataError: If it is in no known format, or broken.
         """
         if isinstance(record, str):
-            if self.format != "text":
+            if self.format not in ("text", AS_IT_IS):
                 raise DataError(
                     f"{where}: this is a bare text, and with a `chat` section records are conversations: objects with "
                     "fields. To learn every token of such texts as documents, set the source's `format` to `text`."
@@ -168,6 +174,8 @@ class RecordForm:
             raise DataError(f"{where}: a conversation is an object with fields, got {type(record).__name__}.")
         try:
             record = without_nulls(record, where)
+            if self.format == AS_IT_IS:
+                return json.dumps(record, ensure_ascii=False, default=str)
             if not self.detected:
                 self._detect(record, where)
             read = {path if path in record else path.partition(".")[0] for path in self._paths.values()}
@@ -197,17 +205,15 @@ class RecordForm:
         if auto and ("messages" in given or {"user", "assistant"} <= given.keys()):
             fitting = [("pairs", given)]
         else:
-            fitting = [
-                (name, paths)
-                for name, paths in known
-                if all(key in _OPTIONAL or find_value(record, path) is not _ABSENT for key, path in paths.items())
-            ]
+            fitting = [(name, paths) for name, paths in known if _has_fields(record, paths)]
         if not fitting:
             wanted = "; ".join(f"{n}: {', '.join(p for k, p in paths.items() if k != 'input')}" for n, paths in known)
+            advice = "such as {user: question, assistant: answers.0} or {messages: chat.turns}"
+            if guess := guess_chat_fields(record):
+                advice = f"such as {as_overrides(self.source, {f'fields.{key}': name for key, name in guess.items()})}"
             raise DataError(
                 f"{where}: the fields are {_names(record)}, and no format has these. Known are {wanted}. Name the "
-                "fields in the source's `fields`, such as {user: question, assistant: answers.0} or "
-                "{messages: chat.turns}."
+                f"fields in the source's `fields`, {advice}."
             )
         self.detected, self._paths = fitting[0]
         if auto and "messages" in self._paths:
@@ -361,6 +367,15 @@ class RecordForm:
             f"{_names(record)}. A null counts as no field. Mend the record, or name another field: the source's "
             f"fields: {{{key}: …}}.",
         )
+
+
+def find_format(record: Mapping[str, Any]) -> str | None:
+    """Returns the format that `auto` takes a record for; None if none fits."""
+    return next((name for name, paths in _FORMATS if _has_fields(record, paths)), None)
+
+
+def _has_fields(record: Mapping[str, Any], paths: Mapping[str, str]) -> bool:
+    return all(key in _OPTIONAL or find_value(record, path) is not _ABSENT for key, path in paths.items())
 
 
 def without_nulls(value: Any, where: str) -> Any:

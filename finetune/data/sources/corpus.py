@@ -6,6 +6,7 @@ Documents are normalised, split and weighted by their hash alone; of a classifie
 import itertools
 import json
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from finetune.config.path_kinds import find_files
+from finetune.config.path_kinds import data_files_below, find_files
 from finetune.config.recipe_schema import Source
 from finetune.data.sources.conversation_formats import RecordForm
 from finetune.data.sources.readers import (
@@ -58,6 +59,8 @@ class Corpus:
     """Beginnings of error messages: its files, in order, or its name."""
     size: int | None = None
     """Bytes of its files; None where it has none, or is not read to its end."""
+    files: str = ""
+    """Formats of its files, where there are several, and what beside them is not read."""
     meter: Meter = field(default_factory=Meter)
     """The part of `size` that has been read."""
 
@@ -81,19 +84,23 @@ class Corpus:
         return itertools.islice(self._read(self.meter), self.source.limit)
 
 
-def open_source(source: Source, *, labelled: bool, form: RecordForm | None = None, numbers: bool = False) -> Corpus:
+def open_source(
+    source: Source, *, labelled: bool, form: RecordForm | None = None, key: str = "", numbers: bool = False
+) -> Corpus:
     """Finds what a source names and fingerprints it; reads no documents yet.
 
     Args:
         labelled: True if documents have classes or numbers.
         numbers: True if they have numbers.
         form: The way that records become conversations; None where they are documents.
+        key: The source's key in the recipe, for error messages.
 
     Raises:
         DataError: If there is no such source, or it is in no known format.
     """
     label = source.label_field if labelled else None
-    fields = Fields(source.text_field, label, form, pair=source.pair_field if form is None else None, numbers=numbers)
+    pair = source.pair_field if form is None else None
+    fields = Fields(source.text_field, label, form, pair=pair, numbers=numbers, source=key)
     if source.sample is not None:
         return _open_sample(source, source.sample, fields)
     if source.path is None:
@@ -103,13 +110,28 @@ def open_source(source: Source, *, labelled: bool, form: RecordForm | None = Non
         return _open_saved(source, files[0], fields)
     content = [[path.suffix.lower(), _hash_file(path)] for path in files]
 
+    kinds = Counter(path.suffix.lower() for path in files)
+    formats = ", ".join(f"{count:,} {suffix}" for suffix, count in kinds.items()) if len(kinds) > 1 else ""
+
     def read(meter: Meter) -> Iterator[Document]:
-        return itertools.chain.from_iterable(read_file(path, fields, meter) for path in files)
+        for path in files:
+            try:
+                yield from read_file(path, fields, meter)
+            except DataError as error:
+                if path.suffix.lower() == files[0].suffix.lower():
+                    raise
+                raise DataError(
+                    f"{error} {source.path} holds files of several formats ({formats}), which are read as one source. "
+                    f"Name those of one format by a glob that ends in /**/*{files[0].suffix}."
+                ) from error
 
     classes = next(filter(None, (file_classes(path, fields) for path in files)), ())
     size = sum(path.stat().st_size for path in files) if source.limit is None else None
     places, named = tuple(map(str, files)), fields._replace(classes=classes)
-    return Corpus(source, source.path, named, content, read, places, size)
+    left_out = data_files_below(Path(source.path))[1] if Path(source.path).is_dir() else []
+    more = f" and {len(left_out) - 1:,} more" if len(left_out) > 1 else ""
+    notes = [formats] * bool(formats) + [f"not read: {path.name}{more}" for path in left_out[:1]]
+    return Corpus(source, source.path, named, content, read, places, size, "; ".join(notes))
 
 
 def _open_saved(source: Source, folder: Path, fields: Fields) -> Corpus:

@@ -1,6 +1,7 @@
 """One file, as a stream of documents. Every error names the file and the line or row."""
 
 import csv
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -8,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from finetune.data.sources.column_names import as_overrides, guess_chat_fields, guess_label_field, guess_text_field
 from finetune.data.sources.conversation_formats import InvalidConversation, RecordForm, kind_of
 from finetune.data.sources.streams import MAX_DOCUMENT_BYTES, MAX_RECORD_BYTES, JsonReader, Meter, json_items, lines
 from finetune.utils import json_files
@@ -18,6 +20,8 @@ END_OF_TEXT = "<|endoftext|>"
 
 BATCH_ROWS = 1024
 """Rows of a table that are in memory at once."""
+_DELIMITERS = (",", ";", "\t", "|")
+_SNIFFED_ROWS = 20
 _COMPRESSED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bzip2", ".xz": "xz", ".lz4": "lz4", ".zip": "zip"}
 
 
@@ -50,6 +54,8 @@ class Fields(NamedTuple):
     """Field of a second text; None where documents have one."""
     numbers: bool = False
     """True if `label` holds a number, and no class."""
+    source: str = ""
+    """Key of the recipe's source, such as `data.train.0`, for error messages; empty where it is not known."""
 
     @property
     def columns(self) -> list[str] | None:
@@ -59,7 +65,7 @@ class Fields(NamedTuple):
 
 
 def read_file(path: Path, fields: Fields, meter: Meter | None = None) -> Iterator[Document]:
-    """Reads a .txt, .jsonl, .json, .parquet or .csv file, never more than a part of it at once.
+    """Reads a .txt, .jsonl, .json, .parquet, .csv or .tsv file, never more than a part of it at once.
 
     Args:
         meter: Goes forward by the file's size.
@@ -217,13 +223,19 @@ def require_fields(present: Iterable[str], fields: Fields, where: str) -> None:
     if fields.form is not None:
         return
     names = list(present)
-    spoken = {"messages", "conversations", "instruction", "completion"} & set(names)
-    or_chat = ", or give the recipe a `chat` section if these are conversations" if spoken else ""
+    chat, or_chat = guess_chat_fields(names), ""
+    if chat or {"instruction", "completion"} & {*names}:
+        mapping = as_overrides(fields.source, {f"fields.{key}": name for key, name in chat.items() if name != key})
+        or_chat = f", or give the recipe a `chat` section if these are conversations: 'chat={{}}' {mapping}".rstrip()
+    guesses = {"text_field": guess_text_field(names), "label_field": guess_label_field(names)}
     for key, field in (("text_field", fields.text), ("pair_field", fields.pair), ("label_field", fields.label)):
         if field is not None and field not in names:
+            advice, guess = f"Name one of them as the source's `{key}`", guesses.get(key)
+            if guess is not None:
+                advice += f", such as {as_overrides(fields.source, {key: guess})}"
             raise DataError(
-                f"{where}: there is no field '{field}'; the fields are {', '.join(map(str, names)) or 'none'}. Name "
-                f"one of them as the source's `{key}`{or_chat}."
+                f"{where}: there is no field '{field}'; the fields are {', '.join(map(str, names)) or 'none'}. "
+                f"{advice}{or_chat}."
             )
 
 
@@ -304,7 +316,8 @@ def _read_json(path: Path, fields: Fields, meter: Meter) -> Iterator[Document]:
 def _read_csv(path: Path, fields: Fields, meter: Meter) -> Iterator[Document]:
     # Documents are longer than the module's own limit of 128 KiB a field; a quote that never closes must end.
     csv.field_size_limit(MAX_RECORD_BYTES)
-    rows = csv.reader((line for _, line in lines(path, meter)), strict=True)
+    delimiter = "\t" if path.suffix.lower() == ".tsv" else _find_delimiter(path)
+    rows = csv.reader((line for _, line in lines(path, meter)), delimiter=delimiter, strict=True)
     try:
         header = next(rows, None)
         if header is None:
@@ -316,8 +329,8 @@ def _read_csv(path: Path, fields: Fields, meter: Meter) -> Iterator[Document]:
                 continue
             if len(row) != len(header):
                 raise DataError(
-                    f"{where} has {len(row)} columns and the header has {len(header)}. Mend the line, or put "
-                    "quotes around texts that contain commas."
+                    f"{where} has {len(row)} columns and the header has {len(header)} (divided by {delimiter!r}). Mend "
+                    f"the line, or put quotes around texts that contain {delimiter!r}."
                 )
             record: dict[str, Any] = dict(zip(header, row, strict=True))
             if fields.label is not None and (label := record[fields.label]).isascii() and label.isdigit():
@@ -328,18 +341,29 @@ def _read_csv(path: Path, fields: Fields, meter: Meter) -> Iterator[Document]:
         raise DataError(f"{path}, line {rows.line_num} is not valid CSV: {reason}. Mend the line.") from error
 
 
+def _find_delimiter(path: Path) -> str:
+    """Finds what divides the columns: the first sign by which the first rows have as many as the header, and several.
+
+    `csv.Sniffer` counts signs of single lines, and so takes those of prose.
+    """
+    for delimiter in _DELIMITERS:
+        rows = csv.reader((line for _, line in lines(path, Meter())), delimiter=delimiter, strict=True)
+        try:
+            first, *more = filter(None, itertools.islice(rows, _SNIFFED_ROWS))
+        except (csv.Error, ValueError):  # other quotes, or no line at all
+            continue
+        if len(first) > 1 and all(len(row) == len(first) for row in more):
+            return delimiter
+    # Whoever reads it says which line does not fit.
+    _, header = next(lines(path, Meter()), (0, ""))
+    return next((delimiter for delimiter in _DELIMITERS if delimiter in header), ",")
+
+
 def _require_header(header: list[str], fields: Fields, path: Path) -> None:
     """Checks the first line of a CSV file."""
     for name in fields.columns or header:
         if header.count(name) > 1:
             raise DataError(f"{path}: the header has the column '{name}' more than once. Name each column differently.")
-    if len(header) == 1:
-        other = next((sign for sign in ";\t|" if sign in header[0]), None)
-        if other is not None:
-            raise DataError(
-                f"{path}: the columns are divided by {other!r}, as the header {header[0]!r:.60} shows, and must be "
-                "divided by commas. Write the file again with commas, or convert it to JSON lines."
-            )
     try:
         require_fields(header, fields, str(path))
     except DataError as error:
@@ -379,4 +403,5 @@ _READERS: dict[str, Callable[[Path, Fields, Meter], Iterator[Document]]] = {
     ".json": _read_json,
     ".parquet": _read_parquet,
     ".csv": _read_csv,
+    ".tsv": _read_csv,
 }

@@ -11,12 +11,14 @@ import numpy as np
 from rich.filesize import pick_unit_and_suffix
 
 from finetune.checkpoint.best_evaluation import early_stop_sentence
+from finetune.checkpoint.run_facts import EXAMPLES
 from finetune.checkpoint.run_history import STATUSES, RunHistory, Sample, loss_curves
 from finetune.checkpoint.trusted_code import NAMED, SHIPPED, check_code
 from finetune.config.recipe import load_recipe
 from finetune.data.data_report import COUNTED, WORDS
 from finetune.tasks.class_tables import classes_table, confusion_table
-from finetune.utils.errors import FinetuneError, RecipeError
+from finetune.utils import json_files
+from finetune.utils.errors import CheckpointError, FinetuneError, RecipeError
 
 _HELD = {
     "frozen": "frozen weights, rank 0",
@@ -264,6 +266,24 @@ def _in_words(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     return "–" if value is None else str(value)
+
+
+def data_examples(run: RunHistory) -> list[list[dict[str, Any]]]:
+    """Returns lines about the first training examples, in parts, each with `text` and whether it is `learned`.
+
+    Runs of earlier versions, and of rows without tokens, have none.
+
+    Raises:
+        CheckpointError: If the file is not what a run writes.
+    """
+    file = run.directory / EXAMPLES
+    try:
+        lines: list[list[dict[str, Any]]] = json_files.read(file, [[{"text": str, "learned": bool}]])
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}. Remove it; a report then has no examples.") from error
+    return [[{"text": part.get("text", ""), "learned": part.get("learned")} for part in line] for line in lines]
 
 
 def data_notes(sides: dict[str, dict[str, Any]]) -> Iterator[str]:

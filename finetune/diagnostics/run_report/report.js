@@ -64,6 +64,18 @@
       const traces = chart.curves.map((curve) => traceOf(curve, chart));
       Plotly.react(box, traces, layoutOf(chart), { displaylogo: false, responsive: true, displayModeBar: false });
     }
+    reachByKeyboard();
+  }
+
+  // What is wider than its place is moved by the arrow keys, once it has the focus.
+  function reachByKeyboard() {
+    for (const box of document.querySelectorAll(".scroll")) {
+      const wide = box.scrollWidth > box.clientWidth;
+      for (const [name, value] of [["tabindex", "0"], ["role", "group"], ["aria-label", "Table, wider than the page"]]) {
+        if (wide) box.setAttribute(name, value);
+        else box.removeAttribute(name);
+      }
+    }
   }
 
   function mark(buttons, chosen) {
@@ -98,6 +110,8 @@
   }
 
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+  addEventListener("resize", reachByKeyboard);
+  document.addEventListener("toggle", reachByKeyboard, true);
   const theme = stored("finetune-report-theme");
   if (theme === "dark" || theme === "light") root.dataset.theme = theme;
   draw();
@@ -121,12 +135,24 @@
     setTimeout(refresh, 1000 * seconds);
   }
 
-  // Charts, what is folded open, and the buttons' states stay as they are.
+  // What can have the focus, by the part of the page that it is in and its place there.
+  function controls() {
+    const found = new Map();
+    for (const one of document.querySelectorAll("main button, main summary, main .scroll")) {
+      const part = one.closest("[id]") ?? document.querySelector("main");
+      found.set(`${part.id} ${one.tagName} ${[...part.querySelectorAll(one.tagName)].indexOf(one)}`, one);
+    }
+    return found;
+  }
+
+  // Charts, what is folded open, the buttons' states, and what has the focus stay as they are.
   function replace(body) {
     const main = document.querySelector("main");
     const charts = new Map([...main.querySelectorAll("[data-chart]")].map((box) => [box.dataset.chart, box]));
     const open = new Map([...main.querySelectorAll("details[id]")].map((part) => [part.id, part.open]));
-    const there = window.scrollY;
+    const there = window.scrollY, before = controls();
+    const places = new Map([...before].map(([name, one]) => [name, one.scrollLeft]));
+    const focused = [...before].find(([, one]) => one === document.activeElement)?.[0];
     main.innerHTML = body;
     for (const box of main.querySelectorAll("[data-chart]")) {
       const known = charts.get(box.dataset.chart);
@@ -138,6 +164,11 @@
     mark(document.querySelectorAll("[data-axis]"), document.querySelector(`[data-axis="${axis}"]`));
     for (const button of document.querySelectorAll("[data-log]")) {
       button.setAttribute("aria-pressed", String(Boolean(logarithmic[button.dataset.log])));
+    }
+    reachByKeyboard();
+    for (const [name, one] of controls()) {
+      one.scrollLeft = places.get(name) ?? 0;
+      if (name === focused) one.focus({ preventScroll: true });
     }
     window.scrollTo(0, there);
   }

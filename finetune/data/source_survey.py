@@ -1,0 +1,179 @@
+"""A look at data that no recipe describes yet: what its records are, and how long they are in tokens."""
+
+import itertools
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from finetune.config.recipe_schema import Recipe, Source
+from finetune.data.chat.chat_encoder import ChatEncoder
+from finetune.data.chat.chat_templates import find_template
+from finetune.data.class_labels import KnownClasses
+from finetune.data.sources.column_names import guess_chat_fields, guess_label_field, guess_text_field
+from finetune.data.sources.conversation_formats import AS_IT_IS, RecordForm, Tolerance, find_format
+from finetune.data.sources.corpus import open_source
+from finetune.data.tokenization.tokenizer import Encoder, load_tokenizer
+from finetune.utils.errors import DataError
+
+Kind = Literal["text", "conversations", "labelled"]
+
+_MOST_READ = 20_000
+_MOST_TOKENISED = 1_000
+# Of columns with a known name: more values than this, and than a tenth of the documents, are no classes.
+_MOST_CLASSES = 50
+
+
+@dataclass(frozen=True)
+class SourceSurvey:
+    """What a file, glob or directory holds."""
+
+    path: str
+    kind: Kind
+    keys: dict[str, Any]
+    """Keys of the recipe's source beside `path`: `text_field`, `label_field`, `fields`."""
+    documents: int
+    """Documents, or conversations; an estimate where not all were read."""
+    whole: bool
+    """True if all were read."""
+    texts: tuple[str, ...]
+    """The first of them, as a run reads them: conversations are JSON."""
+    form: str = ""
+    """Format of conversations."""
+    labels: dict[int | str, int] = field(default_factory=dict)
+    """Documents of each class."""
+    classes: KnownClasses | None = None
+    """Names that the data itself gives to the classes."""
+
+    def line(self) -> str:
+        """Returns a line for people."""
+        what = {"text": "texts", "conversations": f"conversations ({self.form})"}.get(self.kind, "texts with a class")
+        count = f"{self.documents:,}" if self.whole else f"about {self.documents:,}"
+        flat = {**self.keys, **{f"fields.{key}": name for key, name in self.keys.get("fields", {}).items()}}
+        keys = ", ".join(f"{key} {name}" for key, name in flat.items() if key != "fields")
+        classes = f" of {len(self.labels)}" if self.labels else ""
+        return f"{self.path}: {count} {what}{classes}{f', with {keys}' if keys else ''}"
+
+
+def survey_source(path: str, kind: Kind | None = None, given: Mapping[str, Any] | None = None) -> SourceSurvey:
+    """Reads data as a run would, or its first part, and tells what it is by its first record.
+
+    Args:
+        path: A file, glob or directory.
+        kind: What the records are to be; None to find it.
+        given: Keys of the source that need not be found: `text_field`, `label_field`, `fields`.
+
+    Raises:
+        DataError: If it cannot be read as that, or as anything.
+    """
+    raw = RecordForm(AS_IT_IS, {}, {}, "text", strip=True, tolerance=Tolerance(lenient=False))
+    first = next(open_source(Source(path=path), labelled=False, form=raw).documents(), None)
+    if first is None:
+        raise DataError(f"{path} holds no documents. Name a file with some.")
+    found, keys = _describe(json.loads(first.text), kind, given or {}, first.where)
+    tolerance = Tolerance(lenient=False)
+    form = None
+    if found == "conversations":
+        form = RecordForm("auto", keys.get("fields", {}), {}, "text", strip=True, tolerance=tolerance)
+    corpus = open_source(Source(path=path, **keys), labelled=found == "labelled", form=form, key="data.train.0")
+    documents = corpus.documents()
+    texts: list[str] = []
+    labels: Counter[int | str] = Counter()
+    count = 0
+    # Classes are counted, so all labels are read.
+    for document in documents if found == "labelled" else itertools.islice(documents, _MOST_READ):
+        count += 1
+        if len(texts) < _MOST_TOKENISED:
+            texts.append(document.text)
+        if isinstance(document.label, int | str):
+            labels[document.label] += 1
+    if kind is None and "label_field" not in (given or {}) and len(labels) > max(_MOST_CLASSES, count // 10):
+        return survey_source(path, "text", given)
+    whole = found == "labelled" or next(documents, None) is None
+    if not whole and corpus.size:
+        count = max(count, round(count * corpus.size / max(1, corpus.meter.done)))
+    names = corpus.fields.classes
+    return SourceSurvey(
+        path=path,
+        kind=found,
+        keys=keys,
+        documents=count,
+        whole=whole,
+        texts=tuple(texts),
+        form=form.detected if form is not None else "",
+        labels=dict(labels),
+        classes=KnownClasses(names, path) if names else None,
+    )
+
+
+def _describe(
+    record: Mapping[str, Any], kind: Kind | None, given: Mapping[str, Any], where: str
+) -> tuple[Kind, dict[str, Any]]:
+    """Tells what a record is, and the keys of its source.
+
+    Raises:
+        DataError: If no meaning is known for its fields.
+    """
+    form, fields = find_format(record), given.get("fields") or guess_chat_fields(record)
+    named = "text_field" in given or "label_field" in given
+    if kind == "conversations" or (kind is None and not named):
+        if form not in (None, "text") and "fields" not in given and not ("input" in fields and form != "alpaca"):
+            return "conversations", {}
+        if fields:
+            return "conversations", {"fields": fields}
+    label = None if kind == "text" else given.get("label_field") or guess_label_field(record)
+    # A single text needs no name that is known.
+    texts = [name for name, value in record.items() if isinstance(value, str) and name != label]
+    others = [name for name in texts if name.lower() not in ("id", "url", "source", "date")]
+    text = given.get("text_field") or guess_text_field(texts) or (others[0] if len(others) == 1 else None)
+    if text is None or (kind == "labelled" and label is None) or kind == "conversations":
+        wanted = {"conversations": "conversations", "labelled": "texts with a class"}.get(kind or "", "text")
+        raise DataError(
+            f"{where}: the fields are {', '.join(record) or 'none'}, and by their names these are no {wanted}. Name "
+            "them, in a recipe or behind `finetune sft`: data.train.0.fields.user=… data.train.0.fields.assistant=… of "
+            "conversations, data.train.0.text_field=… of texts, data.train.0.label_field=… of their classes."
+        )
+    keys = {"text_field": text} if text != "text" else {}
+    if label is None:
+        return "text", keys
+    return "labelled", keys | ({"label_field": label} if label != "label" else {})
+
+
+def token_lengths(survey: SourceSurvey, recipe: Recipe) -> list[int]:
+    """Returns the tokens of each of the survey's documents, by the tokenizer and template of a recipe.
+
+    Raises:
+        DataError: If the tokenizer cannot be loaded, or cannot read them.
+    """
+    tokenizer = load_tokenizer(recipe)
+    if recipe.chat is None:
+        # One more at each end, at most.
+        lengths = Encoder(tokenizer, num_workers=None).encode([text.encode() for text in survey.texts]).lengths
+        return [int(length) + 2 for length in lengths]
+    template = find_template(tokenizer, recipe.chat.template, recipe.chat.template_args)
+    encoder = ChatEncoder(
+        tokenizer,
+        template,
+        recipe.chat,
+        row_length=1 << 30,
+        around=(None, None),
+        tolerance=Tolerance(lenient=False),
+    )
+    where = f"{survey.path}, conversation"
+    return [encoder.encode(text.encode(), f"{where} {n}").ids.size for n, text in enumerate(survey.texts, start=1)]
+
+
+def row_length_for(lengths: Sequence[int], most: int, *, split: bool) -> int:
+    """Returns tokens of a row that hold documents, in steps of 64.
+
+    Args:
+        lengths: Tokens of some documents.
+        most: Tokens that a row may have.
+        split: True if longer documents go on in another row, so that none is lost.
+    """
+    ordered = sorted(lengths)
+    nearly_all, longest = ordered[int(0.99 * (len(ordered) - 1))], ordered[-1]
+    # A single long one would leave rows for all others nearly empty or few.
+    wanted = longest if not split and longest <= 2 * nearly_all else nearly_all
+    return min(most, -(-wanted // 64) * 64)

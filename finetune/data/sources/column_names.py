@@ -1,0 +1,50 @@
+"""Meanings of columns, proposed from their names: in errors and for new recipes. A run guesses none."""
+
+import shlex
+from collections.abc import Iterable, Mapping
+
+_MESSAGES = ("messages", "conversations", "conversation", "dialogue", "chat")
+_USER = ("question", "instruction", "prompt", "query", "user", "request", "input")
+_INPUT = ("input", "context")
+_ASSISTANT = ("answer", "completion", "response", "output", "reply", "assistant", "target")
+_SYSTEM = ("system", "system_prompt")
+_TEXT = ("text", "content", "body", "document", "article", "sentence", "review", "comment", "message", "tweet")
+_LABEL = ("label", "labels", "class", "category", "sentiment", "intent", "target")
+
+
+def guess_chat_fields(names: Iterable[str]) -> dict[str, str]:
+    """Returns columns of conversations by their meaning, as a source's `fields` has them; empty if these are none."""
+    known = {name.strip().lower(): name for name in names}
+    if (turns := _first(known, _MESSAGES)) is not None:
+        return {"messages": turns}
+    found = {"user": _first(known, _USER), "assistant": _first(known, _ASSISTANT)}
+    if None in found.values():
+        return {}
+    taken = {name: column for name, column in known.items() if column not in found.values()}
+    found |= {"input": _first(taken, _INPUT), "system": _first(taken, _SYSTEM)}
+    return {key: name for key, name in found.items() if name is not None}
+
+
+def guess_label_field(names: Iterable[str]) -> str | None:
+    """Returns the column that may hold classes."""
+    return _first({name.strip().lower(): name for name in names}, _LABEL)
+
+
+def guess_text_field(names: Iterable[str]) -> str | None:
+    """Returns the column that may hold texts."""
+    return _first({name.strip().lower(): name for name in names}, _TEXT)
+
+
+def as_overrides(source: str, keys: Mapping[str, str]) -> str:
+    """Returns overrides for the command line.
+
+    Args:
+        source: Key of the source, such as `data.train.0`; empty where it is not known.
+        keys: Values by their keys below it.
+    """
+    place = f"{source}." if source else ""
+    return " ".join(shlex.quote(f"{place}{key}={value}") for key, value in keys.items())
+
+
+def _first(known: Mapping[str, str], wanted: Iterable[str]) -> str | None:
+    return next((known[name] for name in wanted if name in known), None)
