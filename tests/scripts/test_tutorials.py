@@ -22,10 +22,8 @@ TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 BLOCK = re.compile(r'^```(?P<kind>\w+)(?: title="(?P<file>[^"]+)")?\n(?P<body>.*?)^```$', re.MULTILINE | re.DOTALL)
 LOOSELY = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 FIGURE = re.compile(r"\d[\d,]*\.\d+(e[-+]\d+)?|\d+(,\d{3})+|\d+e-\d+")
-# What commands that are only shown begin with, or name.
-ELSEWHERE = re.compile(
-    r"^(vllm|curl|python convert_hf_to_gguf\.py|llama-\w+|ollama|rsync|ssh|sbatch|pip) |meta-llama/|--machine_rank"
-)
+# What commands that are only shown begin with, or name; `--as gguf` needs an extra, and has tests of its own.
+ELSEWHERE = re.compile(r"^(vllm|curl|llama-\w+|ollama|rsync|ssh|sbatch|pip) |meta-llama/|--machine_rank|--as gguf-")
 
 
 def follow(text: str, folder: Path) -> int:
