@@ -24,7 +24,7 @@ COPY . /opt/finetune
 RUN pip install --no-cache-dir --no-build-isolation -c /tmp/constraints.txt "/opt/finetune[report,serve]"
 
 # Runs, caches and compiled ops: mount a volume here.
-WORKDIR /work
-ENV HF_HOME=/work/.cache/huggingface TORCH_EXTENSIONS_DIR=/work/.cache/torch_extensions
+WORKDIR /project
+ENV HF_HOME=/project/.cache/huggingface TORCH_EXTENSIONS_DIR=/project/.cache/torch_extensions
 ENTRYPOINT ["finetune"]
 CMD ["--help"]
