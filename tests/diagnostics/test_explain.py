@@ -158,7 +158,8 @@ def test_every_number_has_a_unit() -> None:
     numbers = set()
     for name, section in {**schema["$defs"], "Recipe": schema}.items():
         for key, facts in section["properties"].items():
-            if {"integer", "number"} & {part.get("type") for part in [facts, *facts.get("anyOf", [])]}:
+            parts = [facts, *facts.get("anyOf", [])]
+            if {"integer", "number"} & {kind.get("type") for part in parts for kind in (part, part.get("items", {}))}:
                 numbers.add((name, key))
     sections = {"Recipe": Recipe, **{found.__name__: found for found in Section.__subclasses__()}}
     with_unit = {
