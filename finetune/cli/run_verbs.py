@@ -23,6 +23,8 @@ def add_verbs(verbs: Any) -> None:
     text = "a value that replaces the recipe's; or the directory of the other run"
     verb.add_argument("overrides", nargs="*", metavar="key.key=value", help=text)
     verb.add_argument("--on", metavar="A,B,…", help="launch files, by name or path; the first is the reference")
+    text = "processes of each run, instead of its launch file's: 1 on a machine with one GPU"
+    verb.add_argument("--num_processes", type=int, metavar="N", help=text)
     verb.add_argument("--steps", type=int, default=20, metavar="N", help="optimiser steps of each run (default: 20)")
     verb.add_argument("--shrink", action="store_true", help="use a small random network of the same architecture")
     verb.add_argument("--inject", metavar="FAULT", help="break the last run on purpose, to see that it is caught")
@@ -108,7 +110,7 @@ def _compare_launches(parsed: argparse.Namespace) -> int:
         if parsed.inject not in FAULTS:
             near = hint(parsed.inject, list(FAULTS))
             raise RecipeError(f"--inject: there is no fault '{parsed.inject}'{near}; there are {', '.join(FAULTS)}.")
-    launches = launch_runs.find_launches(parsed.on)
+    launches = launch_runs.find_launches(parsed.on, parsed.num_processes)
     *_, last = launches
     folder = Path(parsed.to) if parsed.to else Path(tempfile.mkdtemp(prefix="finetune-parity-"))
     code = 1

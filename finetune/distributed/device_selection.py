@@ -88,6 +88,18 @@ def peak_memory() -> int:
     return torch.cuda.max_memory_reserved() + total - free - torch.cuda.memory_reserved()
 
 
+def matmul_workspaces() -> int:
+    """Returns the bytes of this GPU that torch sets aside for products: a workspace each for the thread of forward
+    passes and that of backward passes, which count as allocated.
+
+    Source: torch, `parseChosenWorkspaceSize` in `aten/src/ATen/cuda/CublasHandlePool.cpp`; measured on an H200.
+    """
+    import torch
+
+    big = torch.cuda.get_device_capability() in ((9, 0), (10, 0))
+    return 2 * ((32 << 20) if big else (8 << 20) + (128 << 10))
+
+
 def device_identity() -> dict[str, Any]:
     """Returns the device and the versions of libraries, on which memory depends beside recipe and launch."""
     import torch

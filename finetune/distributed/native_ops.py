@@ -158,6 +158,7 @@ def prepare_environment() -> None:
       version, discards the log of ours and compiles everything again inside the run.
     - Compiled ops are kept in the virtual environment, unless told where. In torch's own default, one folder for all
       environments of a user, two would overwrite each other's libraries.
+    - TORCH_CUDA_ARCH_LIST loses suffixes such as that of `9.0a`, of which DeepSpeed fails to make a number.
     - py-cpuinfo keeps its answer, which takes more than a second of every rank's processor. DeepSpeed asks it twice
       each time that it loads an op.
     """
@@ -172,6 +173,8 @@ def prepare_environment() -> None:
     os.environ["PATH"] = os.pathsep.join(dict.fromkeys(folders))
     if sys.prefix != sys.base_prefix and os.access(sys.prefix, os.W_OK):
         os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix, "torch_extensions")))
+    if archs := os.environ.get("TORCH_CUDA_ARCH_LIST"):
+        os.environ["TORCH_CUDA_ARCH_LIST"] = re.sub(r"(?<=\d)[a-z]", "", archs)
     if not hasattr(cpuinfo.get_cpu_info_json, "cache_clear"):
         cpuinfo.get_cpu_info_json = functools.cache(cpuinfo.get_cpu_info_json)
 

@@ -151,7 +151,7 @@ class PeakMemoryMonitor:
             found = candidate_of(recipe.batch.rows) if candidate_of is not None else None
         if found is not None and found.parts is not None and not found.reason:
             # A CPU has no other place for what is kept in host memory.
-            predicted = found.peak + (0 if self._on_gpu else found.host)
+            predicted = found.peak + (device_selection.matmul_workspaces() if self._on_gpu else found.host)
             peak = Peak(
                 device=device_selection.device_identity()["device"],
                 of=what,

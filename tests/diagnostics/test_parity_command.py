@@ -24,7 +24,7 @@ from finetune.diagnostics.fault_injection import FAULTS
 from finetune.diagnostics.parity import compare
 from finetune.diagnostics.parity.compare import compare_runs, read_finished
 from finetune.diagnostics.parity.launch_runs import find_launches, shrink_model, write_recipes
-from finetune.utils.errors import RecipeError
+from finetune.utils.errors import BackendError, RecipeError
 
 pytestmark = [
     pytest.mark.xdist_group("parity"),
@@ -325,6 +325,15 @@ def test_a_pretrained_model_is_shrunk_to_random_weights(tmp_path: Path) -> None:
     assert one.tokenizer.name == MODEL
     # The same recipe, but for where it goes.
     assert dump_recipe(one).replace("runs/single", "runs/ddp") == dump_recipe(other)
+
+
+def test_processes_may_be_given_for_all_launch_files() -> None:
+    assert {name: launch.num_processes for name, launch in find_launches("single,fsdp", 1).items()} == {
+        "single": 1,
+        "fsdp": 1,
+    }
+    with pytest.raises(BackendError, match="--num_processes takes a whole number from 1, got 0"):
+        find_launches("single,fsdp", 0)
 
 
 @pytest.mark.parametrize(

@@ -321,3 +321,26 @@ def test_the_processor_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
         assert CPUAdamBuilder().cpu_arch() == "-march=native"
         assert CPUAdamBuilder().simd_width() == "-D__AVX256__"
     assert len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "passed"),
+    [("9.0a", "9.0"), ("8.0;9.0a+PTX", "8.0;9.0+PTX"), ("8.6 10.0f 12.0", "8.6 10.0 12.0"), ("9.0+PTX", "9.0+PTX")],
+)
+def test_architectures_are_numbers_for_deepspeed(given: str, passed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images for Hopper set `9.0a`, and DeepSpeed's builders end in int('0a')."""
+    from deepspeed.ops.op_builder.builder import CUDAOpBuilder
+
+    class Builder(CUDAOpBuilder):  # type: ignore[misc]
+        def absolute_name(self) -> str:
+            return "builder"
+
+        def sources(self) -> list[str]:
+            return []
+
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", given)
+    native_ops.prepare_environment()
+    assert os.environ["TORCH_CUDA_ARCH_LIST"] == passed
+    builder = Builder(name="builder")
+    builder.jit_mode = True
+    builder.compute_capability_args()

@@ -25,8 +25,11 @@ from finetune.utils.errors import BackendError, FinetuneError, RecipeError
 from finetune.utils.shipped_files import launch_file
 
 
-def find_launches(names: str) -> dict[str, Launch]:
+def find_launches(names: str, num_processes: int | None = None) -> dict[str, Launch]:
     """Returns the launches of `--on`: names of `accelerate_configs/` or files, with commas, the reference first.
+
+    Args:
+        num_processes: Processes of each; None: as many as its launch file says.
 
     Raises:
         RecipeError: If fewer than two are named, or one twice.
@@ -35,12 +38,13 @@ def find_launches(names: str) -> dict[str, Launch]:
     words = [word for word in names.split(",") if word]
     if len(words) < 2:
         raise RecipeError(f"--on {names}: name two launch configs at least, such as `--on single,ddp`.")
+    options = {} if num_processes is None else {"num_processes": str(num_processes)}
     found: dict[str, Launch] = {}
     for word in words:
         file = Path(launch_file(word))
         if file.stem in found:
             raise RecipeError(f"--on {names}: {file.stem} is named twice. Name each launch config once.")
-        found[file.stem] = predict_environment(str(file), {}, os.environ).launch
+        found[file.stem] = predict_environment(str(file), options, os.environ).launch
     return found
 
 
@@ -96,7 +100,8 @@ def launch_run(launch: Launch, recipe: Path, directory: Path, fault: str | None)
     """
     name, file = directory.name, str(launch.file)
     module = "finetune.diagnostics.fault_injection" if fault else "finetune.training"
-    words = launcher_command(file, [], [*([fault] if fault else []), str(recipe)], module=module)
+    options = ["--num_processes", str(launch.num_processes)]
+    words = launcher_command(file, options, [*([fault] if fault else []), str(recipe)], module=module)
     with signals.held_back():
         process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=2)
     try:
