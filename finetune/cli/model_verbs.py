@@ -51,13 +51,16 @@ def add_verbs(verbs: Any) -> None:
     verb = arguments.add_verb(verbs, predict)
     verb.add_argument(
         "run",
-        help="a classifier, or a model of regression: a run, checkpoint, adapter, export, model directory or hub name",
+        help="a classifier, a model of regression or an encoder-decoder: a run, checkpoint, adapter, export, model "
+        "directory or hub name",
     )
     verb.add_argument("file", type=os.path.expanduser, help="documents, as the recipe's `path` takes them")
     text = "write to this file, .jsonl or .csv by its ending (default: JSON lines on stdout)"
     verb.add_argument("--output", type=os.path.expanduser, metavar="FILE", help=text)
     _add_field_arguments(verb)
     verb.add_argument("--batch-size", type=int, default=32, metavar="N", help="documents a forward pass (default: 32)")
+    text = "tokens of a text that is written, at most (default: 200)"
+    verb.add_argument("--max-new-tokens", type=int, default=200, metavar="N", help=text)
     arguments.add_weights_arguments(verb)
 
     verb = arguments.add_verb(verbs, evaluate, "eval")
@@ -119,8 +122,7 @@ def generate(parsed: argparse.Namespace) -> None:
     write = partial(print, end="", flush=True)
     options = SamplingOptions(parsed.max_new_tokens, parsed.temperature, parsed.top_k, parsed.top_p, parsed.seed)
     opened = _open(parsed)
-    opened.require_text()
-    if not parsed.chat:
+    if opened.writes_text and not parsed.chat:
         write(parsed.prompt)
     generate_text(opened, parsed.prompt, options, write, chat=parsed.chat)
     write("\n")
@@ -144,10 +146,11 @@ def chat(parsed: argparse.Namespace) -> None:
 
 
 def predict(parsed: argparse.Namespace) -> None:
-    """Predict the class, or number, of each document of a file."""
+    """Predict the class or number of each document of a file, or write its target."""
     target = Path(parsed.output) if parsed.output is not None else None
-    if parsed.batch_size < 1:
-        raise RecipeError(f"--batch-size is {parsed.batch_size}; give 1 or more.")
+    for flag, number in (("batch-size", parsed.batch_size), ("max-new-tokens", parsed.max_new_tokens)):
+        if number < 1:
+            raise RecipeError(f"--{flag} is {number}; give 1 or more.")
     if target is not None:
         if target.suffix not in (".jsonl", ".csv"):
             raise RecipeError(f"--output {target} ends in '{target.suffix}'. Name a file that ends in .jsonl or .csv.")
@@ -156,19 +159,20 @@ def predict(parsed: argparse.Namespace) -> None:
         if target.exists() and target.resolve() == Path(parsed.file).resolve():
             raise RecipeError(f"--output {target} is the file that is read. Name another.")
     opened = _open(parsed, exact=True)
-    opened.require_labels()
-    names = None if opened.task.loss_and_numbers is not None else opened.class_names
+    opened.require_predictions()
+    writes, numbers = opened.task.paired, opened.task.loss_and_numbers is not None
+    names, key = None if writes or numbers else opened.class_names, "prediction" if writes else "number"
     from finetune.export import evaluate_files, predict_files
     from finetune.utils.atomic_files import write_text
 
     with evaluate_files.told_in_flags():
         recipe = evaluate_files.recipe_of(opened, [parsed.file], fields=_fields(parsed))
-        found = predict_files.predict_files(opened, recipe, parsed.batch_size)
+        found = predict_files.predict_files(opened, recipe, parsed.batch_size, parsed.max_new_tokens)
         if target is None:
-            sys.stdout.writelines(predict_files.json_lines(found, names))
+            sys.stdout.writelines(predict_files.json_lines(found, names, key))
             return
         as_lines = predict_files.csv_lines if target.suffix == ".csv" else predict_files.json_lines
-        lines = list(as_lines(found, names))
+        lines = list(as_lines(found, names, key))
     try:
         write_text(target, "".join(lines))
     except OSError as error:
@@ -205,9 +209,11 @@ def evaluate(parsed: argparse.Namespace) -> None:
     if "classes" in found:
         _print_classes(found)
         return
+    accuracy = f", accuracy {found['accuracy']:.4f}" if "accuracy" in found else ""
+    each = ", a document each" * (recipe.data.packing == "padded")
     print(
-        f"validation loss {found['loss']:.5f}, perplexity {found['perplexity']:.7g}, over {found['targets']:,} targets "
-        f"in rows of {recipe.data.sequence_length} tokens{', a document each' * (recipe.data.packing == 'padded')}"
+        f"validation loss {found['loss']:.5f}, perplexity {found['perplexity']:.7g}{accuracy}, over "
+        f"{found['targets']:,} targets in rows of {recipe.data.sequence_length} tokens{each}"
     )
 
 

@@ -56,6 +56,8 @@ class TaskTraits:
     """True if a row is one document with a class or a number."""
     numbers: bool = False
     """True if it is a number."""
+    paired: bool = False
+    """True if a row is a pair of texts, of which the second is the target."""
 
 
 class RecipeLoader(yaml.SafeLoader):
@@ -305,15 +307,19 @@ def source_conflicts(recipe: Recipe) -> Iterable[str]:
 
 def task_conflicts(recipe: Recipe, task: TaskTraits) -> Iterable[str]:
     """Yields problems between a recipe and its task."""
-    if task.labelled and recipe.data.packing != "padded":
-        yield f"data.packing: {recipe.task.name} reads one document a row; set `padded`"
+    if (task.labelled or task.paired) and recipe.data.packing != "padded":
+        yield f"data.packing: {recipe.task.name} reads one {'pair' if task.paired else 'document'} a row; set `padded`"
     if task.labelled and recipe.sample is not None:
         yield "sample: a classifier writes no text; remove the section"
     if task.labelled and recipe.chat is not None:
         yield "chat: a classifier reads no conversations; remove the section"
+    if task.paired and recipe.chat is not None:
+        yield f"chat: {recipe.task.name} reads pairs of texts, and no conversations; remove the section"
     sources = (*recipe.data.train, *recipe.data.validation)
     pairs = {source.pair_field is not None for source in sources}
-    if True in pairs and task.text:
+    if False in pairs and task.paired:
+        yield f"data: {recipe.task.name} learns to write a text; name its column in each source as `pair_field`"
+    elif True in pairs and task.text and not task.paired:
         yield f"data: `pair_field` of a source is for classifiers, and {recipe.task.name} reads one text; remove it"
     elif len(pairs) > 1:
         yield "data: some sources have a `pair_field` and some have none; give it for all, or for none"
@@ -349,7 +355,8 @@ def task_conflicts(recipe: Recipe, task: TaskTraits) -> Iterable[str]:
     if section.patience is not None and section.every_steps is None:
         yield "eval.patience: nothing is evaluated before the end of the run; give `eval.every_steps`"
     if best_by is not None and not own and not both:
-        also = ("perplexity",) if task.text else NUMBER_FIGURES if task.numbers else ("accuracy", "recall_macro")
+        hits = ("accuracy",) if task.paired else ()
+        also = ("perplexity", *hits) if task.text else NUMBER_FIGURES if task.numbers else ("accuracy", "recall_macro")
         keys = [f"validation_{name}" for name in dict.fromkeys(("loss", *also, *section.metrics))]
         if ranking(best_by)[0] not in keys:
             yield (

@@ -99,6 +99,11 @@ def _documents(rows: TokenRows) -> Iterator[tuple[Any, Any, float | None]]:
             ids = batch["input_ids"][batch["attention_mask"] == 1]
             yield ids, np.full(ids.size, False), batch["targets"].item()
             continue
+        if rows.target_wrapping is not None:
+            source, target = batch["input_ids"][batch["attention_mask"] == 1], batch["targets"]
+            target = target[target != IGNORED]
+            yield np.append(source, target), np.repeat([False, True], [source.size, target.size]), None
+            continue
         begin = 0
         for segment in range(int(rows.packed.row_starts[row]), int(rows.packed.row_starts[row + 1])):
             start, length = int(rows.packed.starts[segment]), int(rows.packed.lengths[segment])

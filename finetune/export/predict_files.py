@@ -1,4 +1,4 @@
-"""Classes of documents by an opened classifier."""
+"""Classes, numbers or texts that an opened model gives for documents."""
 
 import csv
 import io
@@ -17,34 +17,41 @@ from finetune.data.sources.corpus import Chosen, Rules, choose_texts, open_sourc
 from finetune.data.tokenization import tokenizer
 from finetune.data.tokenization.tokenizer import Encoded, Encoder, batch_documents
 from finetune.export.load_model import LoadedModel
+from finetune.models import lora_adapters, prompts
 from finetune.utils.to_device import batch_to_device
 
 
 class Prediction(NamedTuple):
-    """The class of a document, or its number; without tokens it has none."""
+    """The class of a document, its number, or the text that is written for it; without tokens it has none."""
 
     label: str | float | None
     probabilities: list[float]
-    """(C,), in the order of the classes; empty for a number, and where there is no text."""
+    """(C,), in the order of the classes; empty for a number or text, and where the document has no text."""
 
 
-def predict_files(opened: LoadedModel, recipe: Recipe, micro_size: int = 32) -> Iterator[Prediction]:
-    """Yields the class or number of each document of the recipe's validation sources, in their order.
+def predict_files(
+    opened: LoadedModel, recipe: Recipe, micro_size: int = 32, max_new_tokens: int = 200
+) -> Iterator[Prediction]:
+    """Yields the class, number or text of each document of the recipe's validation sources, in their order.
 
     Texts become rows as an evaluation makes them, so that the classes are those that it counts.
 
     Args:
         recipe: See `evaluate_files.recipe_of`.
         micro_size: Documents in a forward pass; it does not change the result.
+        max_new_tokens: The most tokens of a text that is written.
 
     Raises:
         DataError: If a source cannot be read.
     """
-    opened.require_labels()
-    data, names = recipe.data, opened.class_names
-    corpora = [open_source(source, labelled=False) for source in data.validation]
+    opened.require_predictions()
+    data, writes = recipe.data, opened.task.paired
+    names = () if writes else opened.class_names
+    # A target is what is asked for.
+    sources = [source.model_copy(update={"pair_field": None}) if writes else source for source in data.validation]
+    corpora = [open_source(source, labelled=False) for source in sources]
     rules = Rules(data.strip, data.lowercase, 0.0, False)
-    pairs = any(source.pair_field is not None for source in data.validation)
+    pairs = any(source.pair_field is not None for source in sources)
     encoder = Encoder(opened.tokenizer, num_workers=data.num_workers, pairs=pairs)
     wrapping = (tokenizer.pairing_of if pairs else tokenizer.wrapping_of)(opened.tokenizer)
     with documents_bar("predicting", [corpus.size for corpus in corpora], quiet=False) as bar:
@@ -53,11 +60,13 @@ def predict_files(opened: LoadedModel, recipe: Recipe, micro_size: int = 32) -> 
             batch: Sequence[Chosen]
             for batch, encoded in encoder.encode_all(batch_documents(choose_texts(corpus, rules))):
                 rows = _rows(encoded, recipe, wrapping, tokenizer.padding_id(opened.tokenizer))
-                found = iter(_scores(opened, rows, micro_size))
+                found = iter(
+                    _texts(opened, rows, micro_size, max_new_tokens) if writes else _scores(opened, rows, micro_size)
+                )
                 for length in encoded.lengths.tolist():
                     scores = next(found) if length else None
-                    if scores is None:
-                        yield Prediction(None, [])
+                    if scores is None or isinstance(scores, str):
+                        yield Prediction(scores, [])
                     elif opened.task.loss_and_numbers is not None:
                         yield Prediction(float(scores), [])
                     else:
@@ -103,25 +112,46 @@ def _scores(opened: LoadedModel, rows: TokenRows, micro_size: int) -> torch.Tens
     return found
 
 
-def json_lines(predictions: Iterable[Prediction], names: Sequence[str] | None) -> Iterator[str]:
+@torch.no_grad()
+def _texts(opened: LoadedModel, rows: TokenRows, micro_size: int, max_new_tokens: int) -> list[str]:
+    """Texts that are written for the rows, as the model's own generation config says."""
+    network: Any = lora_adapters.transformer(opened.network)
+    found = [""] * len(rows)
+    order = rows.longest() if len(rows) else np.array([], np.int64)
+    stops = prompts.stop_tokens(network.generation_config, opened.tokenizer, opened.ends)
+    room = min(max_new_tokens, opened.longest or max_new_tokens)
+    torch.manual_seed(0)  # where it samples
+    for start in range(0, len(rows), micro_size):
+        share = order[start : start + micro_size]
+        batch = batch_to_device(rows.batch(share), opened.device)
+        inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        written = network.generate(**inputs, max_new_tokens=room, eos_token_id=stops)
+        texts = opened.tokenizer.batch_decode(written, skip_special_tokens=True)
+        for row, text in zip(share.tolist(), texts, strict=True):
+            found[row] = text.strip()
+    return found
+
+
+def json_lines(predictions: Iterable[Prediction], names: Sequence[str] | None, key: str = "number") -> Iterator[str]:
     """Yields a line of JSON for each document.
 
     Args:
-        names: Classes in order of their numbers; None where numbers are predicted.
+        names: Classes in order of their numbers; None where numbers or texts are predicted.
+        key: What these are called.
     """
     for label, shares in predictions:
         found: dict[str, Any]
         if names is None:
-            found = {"number": None if label is None else _rounded(label)}
+            found = {key: None if label is None else _rounded(label)}
         else:
             probabilities = dict(zip(names, map(_rounded, shares), strict=True)) if shares else None
             found = {"label": label, "probabilities": probabilities}
         yield json.dumps(found, ensure_ascii=False) + "\n"
 
 
-def csv_lines(predictions: Iterable[Prediction], names: Sequence[str] | None) -> Iterator[str]:
+def csv_lines(predictions: Iterable[Prediction], names: Sequence[str] | None, key: str = "number") -> Iterator[str]:
     """Yields a head, and a line of CSV for each document; see `json_lines`."""
-    yield _csv_line(["number"] if names is None else ["label", *(f"probability_{name}" for name in names)])
+    yield _csv_line([key] if names is None else ["label", *(f"probability_{name}" for name in names)])
     for label, shares in predictions:
         if names is None:
             yield _csv_line(["" if label is None else _rounded(label)])
@@ -135,5 +165,5 @@ def _csv_line(cells: Sequence[Any]) -> str:
     return text.getvalue()
 
 
-def _rounded(value: Any) -> float:
-    return float(f"{value:.6g}")
+def _rounded(value: Any) -> str | float:
+    return value if isinstance(value, str) else float(f"{value:.6g}")

@@ -176,7 +176,7 @@ def _pretrained(
             head.auto,
             str(section.name),
             config,
-            new_head=not head.next_token,
+            new_head=not head.pretrained,
             revision=section.revision,
             trust_remote_code=section.trust_remote_code,
             attn_implementation=kernel,

@@ -17,8 +17,12 @@ class Head:
     pipeline_tag: str
     """The hub's word for what such networks are used for."""
     next_token: bool = False
-    """True if it scores the token behind each one, as networks are pretrained to, and can compute its loss in chunks.
-    Any other head may be new beside pretrained weights, and is then trained whole."""
+    """True if it scores the token behind each one, and can compute its loss in chunks."""
+    pretrained: bool = False
+    """True if networks are pretrained with it. Any other head may be new beside pretrained weights, and is then
+    trained whole."""
+    encodes: bool = False
+    """True if its networks read one text, by an encoder, and write another one."""
 
     @property
     def auto(self) -> Any:
@@ -26,4 +30,4 @@ class Head:
         return getattr(transformers, self.auto_class)
 
 
-NEXT_TOKEN = Head("AutoModelForCausalLM", "CAUSAL_LM", "text-generation", next_token=True)
+NEXT_TOKEN = Head("AutoModelForCausalLM", "CAUSAL_LM", "text-generation", next_token=True, pretrained=True)

@@ -70,6 +70,8 @@ class Task:
     labelled: bool = False
     """True if a row is one document with a class or a number, and an attention mask: `padded`, no samples, no
     conversations."""
+    paired: bool = False
+    """True if a row is a pair of texts, of which the second is the target: `padded`, no conversations."""
     splits_rows: bool = False
     """True if `loss_sum` takes rows that are split over ranks, by `sequence_parallel.split`."""
     head: "Head | None" = None

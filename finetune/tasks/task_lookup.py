@@ -19,6 +19,7 @@ BUILT_IN = {
     "causal_lm": TaskTraits("finetune.tasks.causal_lm:CAUSAL_LM", text=True),
     "sequence_classification": TaskTraits("finetune.tasks.classification:SEQUENCE_CLASSIFICATION", labelled=True),
     "regression": TaskTraits("finetune.tasks.regression:REGRESSION", labelled=True, numbers=True),
+    "seq2seq_lm": TaskTraits("finetune.tasks.seq2seq:SEQ2SEQ_LM", text=True, paired=True),
 }
 """The built-in tasks by name, and what recipes are checked for before a task is imported."""
 
@@ -50,7 +51,8 @@ def find_task(recipe: Recipe) -> Task:
 
 
 def _traits_of(task: Task) -> TaskTraits:
-    return TaskTraits(text=task.text, labelled=task.labelled, numbers=task.loss_and_numbers is not None)
+    numbers = task.loss_and_numbers is not None
+    return TaskTraits(text=task.text, labelled=task.labelled, numbers=numbers, paired=task.paired)
 
 
 def _unused_keys(recipe: Recipe, task: Task) -> Iterator[str]:

@@ -57,12 +57,15 @@ def adapted_task(task: Task) -> Task:
     return replace(task, build_model=model, build_skeleton=skeleton if build_skeleton is not None else None)
 
 
-def build_task_data(recipe: Recipe, quiet: bool, classifier: Head | None = None, *, numbers: bool = False) -> TaskData:
+def build_task_data(
+    recipe: Recipe, quiet: bool, classifier: Head | None = None, *, numbers: bool = False, targets: bool = False
+) -> TaskData:
     """The recipe's data.
 
     Args:
         classifier: The head, where documents have classes: these are numbered as in the model that it starts from.
         numbers: True if each document has a number.
+        targets: True if each document is a pair of a source and its target.
 
     Raises:
         DataError: If data or tokenizer cannot be used as the recipe says.
@@ -70,8 +73,10 @@ def build_task_data(recipe: Recipe, quiet: bool, classifier: Head | None = None,
     """
     labelled = classifier is not None or numbers
     known = head_classes(recipe, classifier) if classifier is not None else None
-    prepared = prepare.prepare_data(recipe, labelled=labelled, numbers=numbers, known=known, quiet=quiet)
-    if labelled and prepared.tokenizer.pad_token_id is None:
+    prepared = prepare.prepare_data(
+        recipe, labelled=labelled, numbers=numbers, targets=targets, known=known, quiet=quiet
+    )
+    if (labelled or targets) and prepared.tokenizer.pad_token_id is None:
         # It fills the rows already. Decoders classify at the last token that is another one, and so do whoever opens
         # the model and pads by its tokenizer.
         prepared.tokenizer.pad_token = prepared.tokenizer.eos_token

@@ -269,7 +269,7 @@ def _build_model(plan: RunPlan, backend: Backend) -> BuiltModel:
         if (worst := int(backend.all_reduce_max(position).item())) >= 0:
             weights.refuse(worst)
     # Sharded as it loads only what stays as it is loaded; quantized weights are quantized whole.
-    whole = task.head is None or not task.head.next_token or recipe.model.quantization is not None
+    whole = task.head is None or not task.head.pretrained or recipe.model.quantization is not None
     with backend.loading(pretrained=recipe.model.name is not None and not whole):
         network = init_weights(task.build_model(recipe, data), recipe.seed)
         products = float8.describe_products(network, recipe.model.fp8)
@@ -295,7 +295,10 @@ def _build_model(plan: RunPlan, backend: Backend) -> BuiltModel:
     runtime = backend.verify(lambda: preflight.loss_of_row(backend, model, task, data))
     if whole_loss is not None:
         preflight.check_layers(backend, model, task, data, whole_loss)
-    kernels = {**(preflight.verify_kernels(backend, model, recipe) if task.text else {}), **products}
+    kernels = {
+        **(preflight.verify_kernels(backend, model, recipe) if task.text and not task.paired else {}),
+        **products,
+    }
     if recipe.model.compile:
         # After the forward passes that verify things, whose other shapes and hooks would be compiled as well.
         activation_checkpointing.compile_layers(unwrap(model), set(unsplit_classes(wrapper)))

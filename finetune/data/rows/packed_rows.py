@@ -105,6 +105,35 @@ def pad_documents(
     )
 
 
+def pad_pairs(offsets: Int64s, firsts: Int64s, room: tuple[int, int], *, drop: bool) -> PackedRows:
+    """Two segments a row, a source and its target, in the order of the documents. Lengths are tokens, not pairs.
+
+    Args:
+        offsets: Where each document starts in the stream, and the end: (documents + 1,).
+        firsts: Tokens of each source, (documents,); the rest of the document is its target.
+        room: The most tokens of a source and of a target.
+        drop: Leaves out documents of which either is too long; else both lose their end.
+    """
+    sizes = np.stack([firsts, np.diff(offsets) - firsts], axis=1)
+    starts = np.stack([offsets[:-1], offsets[:-1] + firsts], axis=1)
+    empty, long = (sizes < 1).any(1), (sizes > np.array(room)).any(1)
+    kept = ~empty & ~(long & drop)
+    over_long = int((long & ~empty).sum())
+    lengths = np.minimum(sizes[kept], np.array(room))
+    return PackedRows(
+        starts=np.ascontiguousarray(starts[kept].ravel(), np.int64),
+        lengths=np.ascontiguousarray(lengths.ravel(), np.int64),
+        row_starts=np.arange(0, lengths.size + 1, 2, dtype=np.int64),
+        counts={
+            **_NOTHING_LEFT_OUT,
+            "empty": int(empty.sum()),
+            "over_long": over_long,
+            "truncated": 0 if drop else over_long,
+            "dropped": over_long if drop else 0,
+        },
+    )
+
+
 def pack_documents(offsets: Int64s, row_length: int, long_documents: LongDocuments) -> PackedRows:
     """Whole documents, best-fit decreasing: the longest first, each into the fullest row that still has room.
 
@@ -201,7 +230,9 @@ class TokenRows:
     fixed: bool
     """True if batches are always T wide; else they are as wide as their longest row, in steps of 8."""
     wrapping: Wrapping
-    """Tokens around each document of a classifier, and between the two texts of a pair."""
+    """Tokens around each document of a classifier or each source, and between the two texts of a pair."""
+    target_wrapping: Wrapping | None = None
+    """Tokens around each target, where a row is a source and its target: two segments; None for other rows."""
     classes: Int64s | npt.NDArray[np.float32] | None = None
     """The class or number of each row, which is one document: (rows,). None for language modelling."""
     pairs: Int64s | None = None
@@ -220,13 +251,16 @@ class TokenRows:
         """Targets that `batch(rows)` holds, without reading it."""
         if self.classes is not None:
             return int(rows.size)
+        if self.target_wrapping is not None:
+            return int(self.packed.lengths[2 * rows + 1].sum()) + self.target_wrapping.size * int(rows.size)
         if self.row_targets is not None:
             return int(self.row_targets[rows].sum())
         return int(self._widths[rows].sum())
 
     def num_computed(self, rows: npt.NDArray[np.integer]) -> int:
         """Tokens that a network computes for `batch(rows)`, without padding."""
-        return int(self._widths[rows].sum()) + self.wrapping.size * int(rows.size)
+        around = self.wrapping.size + (self.target_wrapping.size if self.target_wrapping is not None else 0)
+        return int(self._widths[rows].sum()) + around * int(rows.size)
 
     def batch(self, rows: npt.NDArray[np.integer]) -> dict[str, torch.Tensor]:
         """Reads rows.
@@ -243,7 +277,11 @@ class TokenRows:
             For classification `input_ids` and `attention_mask`, (B, L) int64, and `targets`, (B,) int64, or fp32 for
             numbers; where classes are weighted also `weights`, (B,) fp32; of pairs also `token_type_ids`, (B, L) int64,
             if the tokenizer gives them.
+            For sources and targets `input_ids` and `attention_mask`, (B, L) int64, of the sources, and `targets`, (B,
+            M) int64 for the M tokens of the longest target, -100 behind the end of the others.
         """
+        if self.target_wrapping is not None:
+            return self._source_batch(rows, self.target_wrapping)
         return self._language_batch(rows) if self.classes is None else self._class_batch(rows, self.classes[rows])
 
     def _language_batch(self, rows: npt.NDArray[np.integer]) -> dict[str, torch.Tensor]:
@@ -299,6 +337,22 @@ class TokenRows:
             batch["token_type_ids"] = types
         if self.class_weights is not None:
             batch["weights"] = self.class_weights[targets]
+        return {name: torch.from_numpy(values) for name, values in batch.items()}
+
+    def _source_batch(self, rows: npt.NDArray[np.integer], around_targets: Wrapping) -> dict[str, torch.Tensor]:
+        found: list[tuple[npt.NDArray[np.int64], Int64s]] = []
+        for side, (around, fill) in enumerate(((self.wrapping, self.padding_id), (around_targets, IGNORED))):
+            segments = 2 * rows + side
+            starts, lengths = self.packed.starts[segments], self.packed.lengths[segments] + around.size
+            width = min(self.row_length, _round_up(int(lengths.max(initial=1))))
+            values = np.full((rows.size, width), fill, np.int64)
+            for line, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
+                text = self.tokens[start : start + length - around.size].tolist()
+                values[line, :length] = [*around.before, *text, *around.behind]
+            found.append((values, lengths))
+        (inputs, lengths), (targets, _) = found
+        mask = (np.arange(inputs.shape[1]) < lengths[:, None]).astype(np.int64)
+        batch = {"input_ids": inputs, "attention_mask": mask, "targets": targets}
         return {name: torch.from_numpy(values) for name, values in batch.items()}
 
     def longest(self) -> Int64s:

@@ -71,6 +71,7 @@ class Corpus:
         taken = form.fingerprint() if form else [self.fields.text, self.fields.label]
         taken += [self.fields.pair] if self.fields.pair is not None else []
         taken += ["numbers"] if self.fields.numbers else []
+        taken += ["target"] if self.fields.target else []
         found = {"content": self.content, "fields": taken, "weight": self.source.weight, "limit": self.source.limit}
         return {**found, "classes": classes} if classes else found
 
@@ -85,13 +86,20 @@ class Corpus:
 
 
 def open_source(
-    source: Source, *, labelled: bool, form: RecordForm | None = None, key: str = "", numbers: bool = False
+    source: Source,
+    *,
+    labelled: bool,
+    form: RecordForm | None = None,
+    key: str = "",
+    numbers: bool = False,
+    target: bool = False,
 ) -> Corpus:
     """Finds what a source names and fingerprints it; reads no documents yet.
 
     Args:
         labelled: True if documents have classes or numbers.
         numbers: True if they have numbers.
+        target: True if the second of two texts is a target.
         form: The way that records become conversations; None where they are documents.
         key: The source's key in the recipe, for error messages.
 
@@ -100,7 +108,7 @@ def open_source(
     """
     label = source.label_field if labelled else None
     pair = source.pair_field if form is None else None
-    fields = Fields(source.text_field, label, form, pair=pair, numbers=numbers, source=key)
+    fields = Fields(source.text_field, label, form, pair=pair, numbers=numbers, target=target, source=key)
     if source.sample is not None:
         return _open_sample(source, source.sample, fields)
     if source.path is None:

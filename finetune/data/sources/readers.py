@@ -54,6 +54,8 @@ class Fields(NamedTuple):
     """Field of a second text; None where documents have one."""
     numbers: bool = False
     """True if `label` holds a number, and no class."""
+    target: bool = False
+    """True if the second text is a target: neither text may be empty then."""
     source: str = ""
     """Key of the recipe's source, such as `data.train.0`, for error messages; empty where it is not known."""
 
@@ -128,6 +130,11 @@ def document_of(record: Any, fields: Fields, where: str) -> Document:
         if name is not None and not isinstance(value, str):
             raise DataError(
                 f"{where}: the field '{name}' holds {kind_of(value)}, and only text can be read. Remove or mend the "
+                f"record, or name another field as `{key}`."
+            )
+        if fields.target and not value.strip():
+            raise DataError(
+                f"{where}: the field '{name}' is empty, and both source and target need a text. Mend or remove the "
                 f"record, or name another field as `{key}`."
             )
     label = None if fields.label is None else _label(record[fields.label], fields, where)

@@ -159,22 +159,39 @@ def restore_text(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
     return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
-def wrapping_of(tokenizer: PreTrainedTokenizerBase) -> Wrapping:
+def wrapping_of(tokenizer: PreTrainedTokenizerBase, *, target: bool = False) -> Wrapping:
     """Finds what the tokenizer itself puts before and behind a text.
+
+    Args:
+        target: True for a text that is to be written, which some tokenizers treat otherwise (mBART's language codes).
 
     Raises:
         DataError: If it does something else to the text as well.
     """
-    probe = "a"
-    bare = list(tokenizer.encode(probe, add_special_tokens=False))
-    full = list(tokenizer.encode(probe, add_special_tokens=True))
+    probe = "text_target" if target else "text"
+    bare, full = (list(tokenizer(**{probe: "a"}, add_special_tokens=add)["input_ids"]) for add in (False, True))
     for start in range(len(full) - len(bare) + 1):
         if full[start : start + len(bare)] == bare:
             return Wrapping(tuple(full[:start]), tuple(full[start + len(bare) :]))
     raise DataError(
         f"The tokenizer {type(tokenizer).__name__} changes a text when it adds special tokens, so its documents cannot "
-        "be prepared for a classifier. Name another as tokenizer.name."
+        "be prepared for this task. Name another as tokenizer.name."
     )
+
+
+def target_wrapping_of(tokenizer: PreTrainedTokenizerBase) -> Wrapping:
+    """Finds what the tokenizer puts before and behind a target, and adds the end of text if that is not there.
+
+    Raises:
+        DataError: If it has none, or does something else to the text as well.
+    """
+    found, end = wrapping_of(tokenizer, target=True), tokenizer.eos_token_id
+    if end is None:
+        raise DataError(
+            f"The tokenizer {type(tokenizer).__name__} has no end-of-text token, so that no target would end, nor what "
+            "is generated. Name another as tokenizer.name, or give this one an eos_token."
+        )
+    return found if end in found.behind else found._replace(behind=(*found.behind, end))
 
 
 def pairing_of(tokenizer: PreTrainedTokenizerBase) -> Wrapping:
@@ -287,12 +304,15 @@ class Encoded:
 class Encoder:
     """Turns texts into tokens with one tokenizer, without special tokens."""
 
-    def __init__(self, tokenizer: Any, *, num_workers: int | None, pairs: bool = False) -> None:
+    def __init__(self, tokenizer: Any, *, num_workers: int | None, pairs: bool = False, targets: bool = False) -> None:
         """Takes a transformers tokenizer, and a number of threads; None for one a core.
 
-        A tokenizer without a fast backend is slow but works, in one thread. Of pairs, each is the JSON of two texts.
+        A tokenizer without a fast backend is slow but works, in one thread. Of pairs, each is the JSON of two texts;
+        with `targets` the second is one that is to be written.
         """
         self._tokenizer, self._pairs = tokenizer, pairs
+        # Marian has a vocabulary for each side.
+        self._sides = ("text", "text_target") if targets else ("text", "text")
         self._num_workers = num_workers or cores()
 
     @cached_property
@@ -311,7 +331,11 @@ class Encoder:
             decoded = [part for text in decoded for part in (json.loads(text) if text else ("", ""))]
         if self._fast is None:
             options = {"add_special_tokens": False, "split_special_tokens": True}
-            lists = [self._tokenizer.encode(text, **options) for text in decoded]
+            sides = itertools.cycle(self._sides)
+            lists = [
+                self._tokenizer(**{side: text}, **options)["input_ids"]
+                for side, text in zip(sides, decoded, strict=False)
+            ]
         else:
             lists = [found.ids for found in self._fast.encode_batch_fast(decoded, add_special_tokens=False)]
         lengths = np.array([len(ids) for ids in lists], np.uint32)
