@@ -146,7 +146,7 @@ def chat(parsed: argparse.Namespace) -> None:
 
 
 def predict(parsed: argparse.Namespace) -> None:
-    """Predict the class or number of each document of a file, or write its target."""
+    """Predict the class or number of each document of a file, tag its words, or write its target."""
     target = Path(parsed.output) if parsed.output is not None else None
     for flag, number in (("batch-size", parsed.batch_size), ("max-new-tokens", parsed.max_new_tokens)):
         if number < 1:
@@ -168,16 +168,21 @@ def predict(parsed: argparse.Namespace) -> None:
     with evaluate_files.told_in_flags():
         recipe = evaluate_files.recipe_of(opened, [parsed.file], fields=_fields(parsed))
         found = predict_files.predict_files(opened, recipe, parsed.batch_size, parsed.max_new_tokens)
+        to_csv = target is not None and target.suffix == ".csv"
+        if opened.task.tagged:
+            written = (predict_files.span_csv_lines if to_csv else predict_files.span_json_lines)(found)
+        else:
+            written = (predict_files.csv_lines if to_csv else predict_files.json_lines)(found, names, key)
         if target is None:
-            sys.stdout.writelines(predict_files.json_lines(found, names, key))
+            sys.stdout.writelines(written)
             return
-        as_lines = predict_files.csv_lines if target.suffix == ".csv" else predict_files.json_lines
-        lines = list(as_lines(found, names, key))
+        lines = list(written)
     try:
         write_text(target, "".join(lines))
     except OSError as error:
         raise CheckpointError(f"--output {target} cannot be written: {error.strerror or error}.") from error
-    arguments.to_stderr(f"Written: {len(lines) - (target.suffix == '.csv'):,} documents into {target}.")
+    what = "spans" if to_csv and opened.task.tagged else "documents"
+    arguments.to_stderr(f"Written: {len(lines) - to_csv:,} {what} into {target}.")
 
 
 def _fields(parsed: argparse.Namespace) -> dict[str, str | None]:
@@ -221,11 +226,15 @@ def _print_classes(found: dict[str, Any]) -> None:
     from finetune.tasks.class_tables import classes_table, confusion_table
     from finetune.utils.console import plain_console, plain_table
 
-    print(
-        f"validation loss {found['loss']:.5f}, accuracy {found['accuracy']:.4f}, macro recall "
-        f"{found['recall_macro']:.4f}, macro F1 {found['f1_macro']:.4f}, over {found['targets']:,} documents"
-    )
-    for head, *rows in (classes_table(found["classes"]), confusion_table(found["confusions"], [*found["classes"]])):
+    known = {"accuracy": "accuracy", "recall_macro": "macro recall", "f1_macro": "macro F1"}
+    known |= {"precision": "precision", "recall": "recall", "f1": "F1"}
+    figures = ", ".join(f"{name} {found[key]:.4f}" for key, name in known.items() if key in found)
+    what = "documents" if "confusions" in found else "words"
+    print(f"validation loss {found['loss']:.5f}, {figures}, over {found['targets']:,} {what}")
+    tables = [classes_table(found["classes"])]
+    if "confusions" in found:
+        tables.append(confusion_table(found["confusions"], [*found["classes"]]))
+    for head, *rows in tables:
         table = plain_table(*head, right=tuple(head[1:]))
         for row in rows:
             table.add_row(*row)

@@ -30,6 +30,8 @@ from finetune.utils.atomic_files import digest_of
 from finetune.utils.errors import DataError
 
 _HELD = "held.npy"
+# Counts of a `SplitReport` that come from making rows.
+_OF_ROWS = ("rows", "over_long", "truncated", "dropped", "remainder_rows", "labels_cut")
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ def prepare_data(
     labelled: bool = False,
     numbers: bool = False,
     targets: bool = False,
+    tagged: bool = False,
     known: KnownClasses | None = None,
     quiet: bool = False,
 ) -> PreparedData:
@@ -85,16 +88,18 @@ def prepare_data(
     there is a process group, so that nobody waits inside a collective.
 
     Args:
-        labelled: True if documents have classes or numbers.
+        labelled: True if documents have classes, numbers or tags.
         numbers: True if they have numbers.
         targets: True if documents are pairs of a source and its target.
+        tagged: True if each word has a class of its own.
         known: The classes of the pretrained classifier that the recipe starts from, if it does.
         quiet: Show no progress and do not say when this process waits.
 
     Raises:
         DataError: If data or tokenizer cannot be used as the recipe says.
     """
-    return _Preparation(recipe, labelled, known, numbers=numbers, targets=targets, quiet=quiet).run()
+    kinds = {"numbers": numbers, "tagged": tagged, "targets": targets}
+    return _Preparation(recipe, labelled, known, quiet=quiet, **kinds).run()
 
 
 class _Preparation:
@@ -108,11 +113,12 @@ class _Preparation:
         *,
         numbers: bool,
         targets: bool,
+        tagged: bool,
         quiet: bool,
     ) -> None:
         self._recipe, self._data, self._chat = recipe, recipe.data, recipe.chat
         self._labelled, self._known, self._quiet = labelled, known, quiet
-        self._numbers, self._targets = numbers, targets
+        self._numbers, self._tagged, self._targets = numbers, tagged, targets
         self._paired = any(source.pair_field is not None for source in (*recipe.data.train, *recipe.data.validation))
         self._cache = Cache(Path(recipe.data.cache_dir), quiet=quiet)
         self._reused = True
@@ -206,7 +212,8 @@ class _Preparation:
             if self._chat is not None:
                 named = (source.format, source.fields, self._chat.roles, source.text_field)
                 form = RecordForm(*named, strip=self._data.strip, tolerance=self._tolerance, source=key)
-            kinds = {"labelled": self._labelled, "numbers": self._numbers, "target": self._targets}
+            kinds = {"labelled": self._labelled, "numbers": self._numbers, "tagged": self._tagged}
+            kinds["target"] = self._targets
             corpora.append(open_source(source, form=form, key=key, **kinds))
         return corpora
 
@@ -214,7 +221,7 @@ class _Preparation:
         if self._chat is not None:
             # What is hashed and kept is JSON, and what is said in it stays as it is.
             return Rules(False, False, held_out, False)
-        return Rules(self._data.strip, self._data.lowercase, held_out, self._labelled, self._numbers)
+        return Rules(self._data.strip, self._data.lowercase, held_out, self._labelled, self._numbers, self._tagged)
 
     def _key(self, corpora: Sequence[Corpus], rules: Rules) -> dict[str, Any]:
         """Lists all that shapes the texts of some sources."""
@@ -267,7 +274,8 @@ class _Preparation:
     def _find_encoder(self) -> Encoder | ChatEncoder:
         if self._chat is None:
             workers = self._data.num_workers
-            return Encoder(self._tokenizer, num_workers=workers, pairs=self._paired, targets=self._targets)
+            kinds = {"pairs": self._paired, "tagged": self._tagged, "targets": self._targets}
+            return Encoder(self._tokenizer, num_workers=workers, **kinds)
         template = find_template(self._tokenizer, self._chat.template, self._chat.template_args)
         if self._chat.template is not None:
             # What is trained is what the saved tokenizer writes.
@@ -345,7 +353,7 @@ class _Preparation:
             key["sizes"] = [self._wrapping.size, around.size]
         masked = self._chat is not None
         dtype = tokens.facts["dtype"]
-        parts = {"labelled": self._labelled, "masked": masked, "paired": self._paired}
+        parts = {"labelled": self._labelled, "masked": masked, "paired": self._paired, "tagged": self._tagged}
         file = token_files.TokenFile(tokens.folder, side, dtype, **parts)
 
         def build(folder: Path) -> dict[str, Any]:
@@ -362,7 +370,7 @@ class _Preparation:
                 packed = packed_rows.pad_documents(file.offsets, data.sequence_length, data.long_documents)
             else:
                 packed = packed_rows.pack_documents(file.offsets, data.sequence_length, data.long_documents)
-            return packed_rows.save_rows(packed, folder, file.mask)
+            return packed_rows.save_rows(packed, folder, file.mask, file.token_labels)
 
         digest = digest_of(key)
         return _Side(tokens, side, file, self._entry(f"rows-{digest}", build), digest)
@@ -370,7 +378,11 @@ class _Preparation:
     def _rows(self, side: _Side, classes: ClassList | None) -> TokenRows:
         file = side.file
         numbers: Int64s | npt.NDArray[np.float32] | None = None
-        if classes is not None:
+        label_classes: Int64s | None = None
+        if classes is not None and file.token_labels is not None:
+            labels = side.tokens.facts["labels"]
+            label_classes = np.append(classes.renumber(np.arange(len(labels)), labels), packed_rows.IGNORED)
+        elif classes is not None:
             assert file.labels is not None
             numbers = classes.renumber(file.labels, side.tokens.facts["labels"])
         elif self._numbers:
@@ -392,7 +404,9 @@ class _Preparation:
             target_wrapping=self._target_wrapping,
             pairs=pairs,
             mask=file.mask,
-            row_targets=map_array(side.packed.folder / packed_rows.ROW_TARGETS) if file.mask else None,
+            row_targets=map_array(side.packed.folder / packed_rows.ROW_TARGETS) if file.mask or self._tagged else None,
+            token_labels=file.token_labels,
+            label_classes=label_classes,
         )
 
     def _report(self, side: _Side, rows: TokenRows, classes: ClassList | None, train: _Side | None) -> SplitReport:
@@ -402,9 +416,8 @@ class _Preparation:
         if train is not None and train.tokens is not side.tokens:
             overlap = int(np.isin(side.file.digests, train.file.digests).sum())
         of_classes: dict[str, int] = {}
-        if classes is not None and rows.classes is not None:
-            documents = np.bincount(rows.classes.astype(np.int64), minlength=classes.count).tolist()
-            of_classes = dict(zip(classes.names, documents, strict=True))
+        if classes is not None:
+            of_classes = dict(zip(classes.names, rows.class_counts(classes.count).tolist(), strict=True))
         found = findings(counts["issues"])
         chat, eos = None, self._tokenizer.eos_token_id
         wants_end = self._targets or (not self._labelled and (self._data.add_eos or self._chat is not None))
@@ -425,7 +438,7 @@ class _Preparation:
             found = (Finding(NO_END, total - ended, total, counts["issues"]["first"]), *found)
         around = made["rows"] * self._wrapping.size
         places = made["rows"] * self._data.sequence_length
-        targets = made["targets"] + around
+        targets = made["targets"] + (0 if self._tagged else around)
         if self._target_wrapping is not None:
             around += made["rows"] * self._target_wrapping.size
             places *= 2
@@ -457,7 +470,7 @@ class _Preparation:
             findings=found,
             classes=of_classes,
             **{name: counts[name] for name in ("documents", "tokens", "duplicates")},
-            **{name: made[name] for name in ("rows", "over_long", "truncated", "dropped", "remainder_rows")},
+            **{name: made[name] for name in _OF_ROWS},
         )
 
 

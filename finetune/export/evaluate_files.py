@@ -18,6 +18,7 @@ from finetune.data.rows.feed import evaluation_batches
 from finetune.export.load_model import LoadedModel
 from finetune.models import lora_adapters
 from finetune.tasks import causal_lm, metrics
+from finetune.tasks.task import Figures
 from finetune.utils.errors import DataError, RecipeError
 from finetune.utils.to_device import batch_to_device
 
@@ -96,7 +97,8 @@ def evaluate_files(
 
     Of a language model `perplexity` is added, and of an encoder-decoder `accuracy` of its targets; of a classifier
     `accuracy`, `recall_macro`, `f1_macro`, and `classes` and `confusions` as `metrics.count_classes` and
-    `metrics.count_confusions` give them; of regression the figures of `metrics.compare_numbers`.
+    `metrics.count_confusions` give them; of tagged words `accuracy` and what the task makes of its counts; of
+    regression the figures of `metrics.compare_numbers`.
 
     Args:
         say: Hears what is evaluated, before that begins; a bar on a terminal shows how far it is.
@@ -110,12 +112,13 @@ def evaluate_files(
     if task.labelled and task.loss_and_numbers is None:
         known = KnownClasses(opened.class_names, f"the classifier {opened.home or opened.tokenizer_folder}")
     numbers = task.loss_and_numbers is not None
-    kinds = {"labelled": task.labelled, "numbers": numbers, "targets": task.paired}
+    kinds = {"labelled": task.labelled, "numbers": numbers, "tagged": task.tagged, "targets": task.paired}
     rows = prepare.prepare_data(recipe, known=known, **kinds).validation
     if rows is None:
         raise DataError("The files of --data hold no text to evaluate. Name others.")
     loss, hits, targets = 0.0, 0.0, rows.num_targets(np.arange(len(rows)))
     classes = torch.zeros(2, len(rows), dtype=torch.float64 if numbers else torch.int64)
+    counted: list[torch.Tensor] = []
     function = task.loss_and_numbers or task.loss_and_correct
     if task.labelled and function is None:
         raise RecipeError("--data: the run's task gives no class of each row (`loss_and_correct`), and no number.")
@@ -126,8 +129,12 @@ def evaluate_files(
             if task.labelled:
                 assert function is not None
                 found = function(opened.network, sent).cpu()
-                classes[:, share] = torch.stack([s.to(classes.dtype) for s in (found[-len(share) :], batch["targets"])])
                 loss += float(found[0].double())
+                if task.tagged:
+                    counted.append(found[1:].double())
+                    advance(share.size)
+                    continue
+                classes[:, share] = torch.stack([s.to(classes.dtype) for s in (found[-len(share) :], batch["targets"])])
             elif task.paired and function is not None:
                 found = function(opened.network, sent).double()
                 loss, hits = loss + float(found[0]), hits + float(found[1])
@@ -138,6 +145,12 @@ def evaluate_files(
     if not task.labelled:
         share = {"accuracy": hits / max(1, targets)} if task.paired else {}
         return {"loss": mean, "perplexity": math.exp(min(mean, 700.0)), **share, "targets": targets}
+    if task.tagged:
+        hits, *summed = torch.stack(counted).sum(0).tolist()
+        found_of = task.figures_of_counts
+        told = found_of(summed, opened.class_names) if found_of is not None else Figures({}, {})
+        accuracy = hits / max(1, targets)
+        return {"loss": mean, "targets": targets, "accuracy": accuracy, **told.whole, "classes": told.classes}
     if numbers:
         return {"loss": mean, "targets": targets, **metrics.compare_numbers(classes)}
     counts = metrics.count_classes(classes, opened.class_names)

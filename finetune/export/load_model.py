@@ -22,7 +22,7 @@ from finetune.utils import json_files
 from finetune.utils.compat.transformers_private import model_mapping
 from finetune.utils.errors import CheckpointError, RecipeError
 
-_NEITHER = "is no language model and no classifier of documents: it cannot be opened here."
+_NEITHER = "is no language model and no classifier of documents or words: it cannot be opened here."
 
 
 @dataclass(frozen=True)
@@ -76,12 +76,12 @@ class LoadedModel:
             self.require_labels()
 
     def require_labels(self) -> None:
-        """Raises a `RecipeError` if it gives a document neither one of several classes nor a number."""
+        """Raises a `RecipeError` if it gives neither a document nor its words one of several classes or a number."""
         place = self.home or self.tokenizer_folder
         if self.task.scores is None or not self.task.labelled:
             raise RecipeError(
-                f"{place} is no classifier of documents, and has no classes to predict. `finetune generate` writes "
-                "texts with a language model."
+                f"{place} is no classifier of documents or words, and has no classes to predict. `finetune generate` "
+                "writes texts with a language model."
             )
         config = lora_adapters.config_of(self.network)
         if config.problem_type == "multi_label_classification" or (
@@ -191,7 +191,7 @@ def _load_adapter(place: Path, base: str | None, dtype: torch.dtype | str, trust
     config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trusted)
     if task.labelled:
         names = _adapter_classes(place)
-        task = task if len(names) > 1 else regression.REGRESSION
+        task = regression.REGRESSION if len(names) == 1 and not task.tagged else task
         config.id2label, config.label2id = dict(enumerate(names)), {name: n for n, name in enumerate(names)}
     else:
         _task_of(config, name)
@@ -234,7 +234,9 @@ def _task_of(config: Any, name: str) -> Task:
     task = built_in_task(fits)
     if task is None and any("Classification" in kind for kind in kinds):
         raise RecipeError(f"{name} ({', '.join(kinds)}) {_NEITHER}")
-    if task is not None and task.labelled and (config.num_labels == 1 or config.problem_type == "regression"):
+    if task is classification.SEQUENCE_CLASSIFICATION and (
+        config.num_labels == 1 or config.problem_type == "regression"
+    ):
         return regression.REGRESSION
     return task or causal_lm.CAUSAL_LM
 
@@ -260,7 +262,7 @@ def _tokenizer(folder: str, trusted: bool) -> Any:
 
 def _ready(opened: LoadedModel) -> LoadedModel:
     network = opened.network.to("cuda" if torch.cuda.is_available() else "cpu").eval().requires_grad_(False)
-    if opened.task.labelled or opened.task.paired:
+    if (opened.task.labelled and not opened.task.tagged) or opened.task.paired:
         classification.set_padding(lora_adapters.config_of(network), opened.tokenizer)
     inner = lora_adapters.transformer(network) if opened.writes_text else None
     if inner is not None:

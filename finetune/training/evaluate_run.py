@@ -64,19 +64,30 @@ def _evaluate(run: BuiltRun) -> bool:
     by_class: dict[str, dict[str, Any]] = {}
     confusions: dict[str, dict[str, int]] = {}
     if rows is not None:
-        counted = task.labelled and task.loss_and_correct is not None
+        counted = task.labelled and task.loss_and_correct is not None and not task.tagged
         scored = bool(run.metrics) and not task.text
         classes = None
         if counted or scored or task.loss_and_numbers is not None:
             kind = torch.int64 if task.loss_and_numbers is None else torch.float64
             classes = torch.zeros(2, len(rows), dtype=kind, device=run.backend.device)
         micro = run.recipe.eval.micro_size or run.recipe.batch.rows
+        counts: list[float] = []
         found = evaluate_rows(
-            run.backend, run.model, task, rows, micro, stopping=lambda: run.shutdown.requested, classes=classes
+            run.backend,
+            run.model,
+            task,
+            rows,
+            micro,
+            stopping=lambda: run.shutdown.requested,
+            classes=classes,
+            counts=counts,
         )
         if found is None:
             return False
         figures |= found
+        if task.figures_of_counts is not None:
+            told = task.figures_of_counts(counts, names)
+            figures, by_class = figures | told.whole, told.classes
         if classes is not None and task.loss_and_numbers is not None:
             figures |= metrics.compare_numbers(classes)
         elif classes is not None and counted:
@@ -110,8 +121,9 @@ def _evaluate(run: BuiltRun) -> bool:
             f"{name} {c['recall']:.1%} of {c['rows']:,} (predicted {c['predicted']:,})" for name, c in held.items()
         ]
         run.reporter.say(f"  recognised: {some(recalls)}")
-        if never := [f"{name} ({c['rows']:,} rows)" for name, c in held.items() if not c["predicted"]]:
-            run.reporter.warn(f"step {step}: no row is taken for the class {some(never)}.")
+        what = "span" if task.tagged else "row"
+        if never := [f"{name} ({c['rows']:,} {what}s)" for name, c in held.items() if not c["predicted"]]:
+            run.reporter.warn(f"step {step}: no {what} is taken for the class {some(never)}.")
     return True
 
 
@@ -124,6 +136,7 @@ def evaluate_rows(
     *,
     stopping: Callable[[], bool] = lambda: False,
     classes: torch.Tensor | None = None,
+    counts: list[float] | None = None,
 ) -> dict[str, float] | None:
     """Mean loss per target over all rows, with what follows from it.
 
@@ -136,12 +149,13 @@ def evaluate_rows(
         stopping: Returns True if this rank was asked to stop; every rank then gives up. Called now and then.
         classes: Zeros, (2, rows), int64 for classes and float64 for numbers: become the predicted and the true class or
             number of each row, on all ranks.
+        counts: An empty list: becomes the counts that `figures_of_counts` of the task takes.
 
     Returns:
         None if a rank was asked to stop; else `loss` and `targets`; `perplexity` if the network writes text; `accuracy`
         if the task counts hits.
     """
-    # Loss, hits, targets. In float64: hundreds of millions of targets are beyond fp32's whole numbers.
+    # Targets, loss, hits, counts. In float64: hundreds of millions of targets are beyond fp32's whole numbers.
     sums = torch.zeros(3, dtype=torch.float64, device=backend.device)
     batches = evaluation_batches(rows, micro_size, data_size=backend.mesh.data_size, data_rank=backend.mesh.data_rank)
     computing: deque[tuple[Any, Batch]] = deque()
@@ -161,19 +175,24 @@ def evaluate_rows(
                 asked = torch.tensor([float(stopping())], device=backend.device)
                 if backend.all_reduce_sum(asked).item() > 0:
                     return None
+            found = found.reshape(-1)
+            if task.figures_of_counts is not None and not number:
+                num_sums = len(found)
+                sums = sums.new_zeros(1 + num_sums)
             if share.size and backend.mesh.counts_loss:
-                found = found.reshape(-1)
-                sums[:num_sums] += found[:num_sums].double()
+                sums[1 : 1 + num_sums] += found[:num_sums].double()
                 if classes is not None:
                     if len(found) != num_sums + len(share):
                         raise RecipeError("eval.metrics: the task's `loss_and_correct` gives no class of each row.")
                     classes[:, share] = torch.stack(
                         [side.to(classes.dtype) for side in (found[num_sums:], batch["targets"])]
                     )
-                sums[2] += rows.num_targets(share) if backend.mesh.counts_rows else 0
+                sums[0] += rows.num_targets(share) if backend.mesh.counts_rows else 0
     if classes is not None:
         backend.all_reduce_sum(classes)
-    loss_sum, hit_sum, total = backend.all_reduce_sum(sums).tolist()
+    total, loss_sum, hit_sum, *more = backend.all_reduce_sum(sums).tolist()
+    if counts is not None:
+        counts.extend(more)
     result = {"loss": loss_sum / max(1.0, total), "targets": total}
     if task.text:
         result["perplexity"] = math.exp(min(result["loss"], 700.0))

@@ -151,20 +151,32 @@ def pack_documents(offsets: Int64s, row_length: int, long_documents: LongDocumen
     return replace(loose, starts=loose.starts[order], lengths=loose.lengths[order], row_starts=row_starts)
 
 
-def save_rows(packed: PackedRows, folder: Path, mask: MaskFile | None = None) -> dict[str, Any]:
+def save_rows(
+    packed: PackedRows,
+    folder: Path,
+    mask: MaskFile | None = None,
+    token_labels: npt.NDArray[np.int32] | None = None,
+) -> dict[str, Any]:
     """Writes the arrays to a folder and returns the rest as JSON-able facts for reports.
 
-    With a mask, how many targets each row has is written too: a step must know before it reads.
+    With a mask or with labels of tokens, how many targets each row has is written too: a step must know before it
+    reads.
     """
     for name in _ARRAYS:
         np.save(folder / f"{name}.npy", getattr(packed, name), allow_pickle=False)
     pairs = targets = int(packed.lengths.sum())
-    if mask is not None:
-        of_segments = mask.counts(packed.starts, packed.lengths)
+    cut = 0
+    if mask is not None or token_labels is not None:
+        if mask is not None:
+            of_segments = mask.counts(packed.starts, packed.lengths)
+        else:
+            before = np.concatenate([np.zeros(1, np.int64), np.cumsum(token_labels >= 0, dtype=np.int64)])
+            of_segments = before[packed.starts + packed.lengths] - before[packed.starts]
         of_rows = np.add.reduceat(of_segments, packed.row_starts[:-1]) if packed.num_rows else of_segments
         np.save(folder / ROW_TARGETS, of_rows, allow_pickle=False)
         targets = int(of_rows.sum())
-    return {"rows": packed.num_rows, "pairs": pairs, "targets": targets, **packed.counts}
+        cut = int(before[-1]) - targets if token_labels is not None else 0
+    return {"rows": packed.num_rows, "pairs": pairs, "targets": targets, "labels_cut": cut, **packed.counts}
 
 
 def load_rows(folder: Path) -> PackedRows:
@@ -242,7 +254,11 @@ class TokenRows:
     mask: MaskFile | None = None
     """True for tokens that are targets; None where all are."""
     row_targets: Int64s | None = None
-    """Targets of each row, (rows,), where there is a mask."""
+    """Targets of each row, (rows,), where there is a mask, or tokens have labels."""
+    token_labels: npt.NDArray[np.int32] | None = None
+    """Position in the list of labels of each token of the token file, -1 where it has none; None for other tasks."""
+    label_classes: Int64s | None = None
+    """Class number of each label in that list, and at the end `IGNORED`, for -1."""
 
     def __len__(self) -> int:
         return self.packed.num_rows
@@ -276,13 +292,25 @@ class TokenRows:
             would make models look across documents.
             For classification `input_ids` and `attention_mask`, (B, L) int64, and `targets`, (B,) int64, or fp32 for
             numbers; where classes are weighted also `weights`, (B,) fp32; of pairs also `token_type_ids`, (B, L) int64,
-            if the tokenizer gives them.
+            if the tokenizer gives them. Where tokens have labels, `targets` and `weights` are (B, L): -100 and 0 at
+            tokens that have none.
             For sources and targets `input_ids` and `attention_mask`, (B, L) int64, of the sources, and `targets`, (B,
             M) int64 for the M tokens of the longest target, -100 behind the end of the others.
         """
         if self.target_wrapping is not None:
             return self._source_batch(rows, self.target_wrapping)
-        return self._language_batch(rows) if self.classes is None else self._class_batch(rows, self.classes[rows])
+        if self.classes is None and self.label_classes is None:
+            return self._language_batch(rows)
+        return self._class_batch(rows)
+
+    def class_counts(self, num_classes: int) -> Int64s:
+        """Targets of each class: (C,)."""
+        if self.classes is not None:
+            return np.bincount(self.classes.astype(np.int64), minlength=num_classes)
+        assert self.label_classes is not None
+        assert self.token_labels is not None
+        found = self.label_classes[self.token_labels[_ranges(self.packed.starts, self.packed.lengths)]]
+        return np.bincount(found[found != IGNORED], minlength=num_classes)
 
     def _language_batch(self, rows: npt.NDArray[np.integer]) -> dict[str, torch.Tensor]:
         widths = self._widths[rows]
@@ -310,13 +338,12 @@ class TokenRows:
             found["cu_seqlens"] = torch.from_numpy(cu_seqlens.astype(np.int32))
         return found
 
-    def _class_batch(
-        self, rows: npt.NDArray[np.integer], targets: Int64s | npt.NDArray[np.float32]
-    ) -> dict[str, torch.Tensor]:
+    def _class_batch(self, rows: npt.NDArray[np.integer]) -> dict[str, torch.Tensor]:
         around = self.wrapping
         width = min(self.row_length, _round_up(int(self._widths[rows].max(initial=1)) + around.size))
         inputs = np.full((rows.size, width), self.padding_id, np.int64)
         mask, types = (np.full((rows.size, width), 0, np.int64) for _ in range(2))
+        targets: Any = np.full((rows.size, width), IGNORED) if self.classes is None else self.classes[rows]
         for line, row in enumerate(rows.tolist()):
             # A row is one document here.
             start, length = int(self.packed.starts[row]), int(self.packed.lengths[row])
@@ -332,11 +359,14 @@ class TokenRows:
                     types[line, : len(ids)] = np.repeat(around.types, np.hstack(each))
             inputs[line, : len(ids)] = ids
             mask[line, : len(ids)] = 1
+            if self.label_classes is not None and self.token_labels is not None:
+                first = len(around.before)
+                targets[line, first : first + length] = self.label_classes[self.token_labels[start : start + length]]
         batch: dict[str, npt.NDArray[Any]] = {"input_ids": inputs, "attention_mask": mask, "targets": targets}
         if around.types is not None:
             batch["token_type_ids"] = types
         if self.class_weights is not None:
-            batch["weights"] = self.class_weights[targets]
+            batch["weights"] = np.append(self.class_weights, np.float32(0))[np.maximum(targets, -1)]
         return {name: torch.from_numpy(values) for name, values in batch.items()}
 
     def _source_batch(self, rows: npt.NDArray[np.integer], around_targets: Wrapping) -> dict[str, torch.Tensor]:

@@ -38,6 +38,8 @@ class Document(NamedTuple):
     """A key that its record has more than once: the last value counts."""
     pair: str | None = None
     """The second of two texts."""
+    tags: tuple[int | str, ...] | None = None
+    """The tag of each word, of a text that is the JSON of its words; None where no tags were asked for."""
 
 
 class Fields(NamedTuple):
@@ -56,6 +58,8 @@ class Fields(NamedTuple):
     """True if `label` holds a number, and no class."""
     target: bool = False
     """True if the second text is a target: neither text may be empty then."""
+    tagged: bool = False
+    """True if `text` holds the words of a document, and `label` the tag of each."""
     source: str = ""
     """Key of the recipe's source, such as `data.train.0`, for error messages; empty where it is not known."""
 
@@ -67,7 +71,7 @@ class Fields(NamedTuple):
 
 
 def read_file(path: Path, fields: Fields, meter: Meter | None = None) -> Iterator[Document]:
-    """Reads a .txt, .jsonl, .json, .parquet, .csv or .tsv file, never more than a part of it at once.
+    """Reads a .txt, .jsonl, .json, .parquet, .csv, .tsv or .conll file, never more than a part of it at once.
 
     Args:
         meter: Goes forward by the file's size.
@@ -119,12 +123,14 @@ def document_of(record: Any, fields: Fields, where: str) -> Document:
     if fields.form is not None:
         return Document(fields.form.read(record, where), None, where)
     if isinstance(record, str) and fields.label is fields.pair is None:
-        return Document(record, None, where)
+        record = {fields.text: record}
     if not isinstance(record, Mapping):
         raise DataError(
             f"{where}: got {kind_of(record)}. Write each document as an object with a field '{fields.text}'."
         )
     require_fields(record, fields, where)
+    if fields.tagged:
+        return _tagged_words(record, fields, where)
     text, pair = record[fields.text], None if fields.pair is None else record[fields.pair]
     for key, name, value in (("text_field", fields.text, text), ("pair_field", fields.pair, pair)):
         if name is not None and not isinstance(value, str):
@@ -139,6 +145,41 @@ def document_of(record: Any, fields: Fields, where: str) -> Document:
             )
     label = None if fields.label is None else _label(record[fields.label], fields, where)
     return Document(text, label, where, pair=pair)
+
+
+def _tagged_words(record: Mapping[str, Any], fields: Fields, where: str) -> Document:
+    """Takes the words of one record, and their tags where these are wanted."""
+    words = _listed(record[fields.text], "text_field", fields.text, where)
+    for number, word in enumerate(words, start=1):
+        if not isinstance(word, str) or not word.strip():
+            what = "blank" if isinstance(word, str) else kind_of(word)
+            raise DataError(
+                f"{where}: word {number} in '{fields.text}' is {what}, and each tag needs a word that can be read. "
+                "Take the word and its tag out, or mend the record."
+            )
+    tags = None
+    if fields.label is not None:
+        listed = _listed(record[fields.label], "label_field", fields.label, where)
+        if len(listed) != len(words):
+            raise DataError(
+                f"{where}: '{fields.text}' has {len(words):,} words and '{fields.label}' has {len(listed):,} tags. "
+                "Give each word one tag, or remove the record."
+            )
+        tags = tuple(_class(tag, fields, where) for tag in listed)
+    return Document(json.dumps(words, ensure_ascii=False) if words else "", None, where, tags=tags)
+
+
+def _listed(value: Any, key: str, name: str, where: str) -> list[Any]:
+    """The words or tags that a field holds: as a list, or as a text in which white space divides them."""
+    if isinstance(value, list | tuple):
+        return list(value)
+    if not isinstance(value, str) or (key == "label_field" and value.lstrip().startswith("[")):
+        what = "a list that was written as text" if isinstance(value, str) else kind_of(value)
+        raise DataError(
+            f"{where}: the field '{name}' holds {what}, and words and their tags are read from lists, or from texts "
+            f"in which spaces divide them. Write it so, as JSON lines do, or name another field as `{key}`."
+        )
+    return [int(part) if key == "label_field" and part.isascii() and part.isdigit() else part for part in value.split()]
 
 
 def _number(label: Any, fields: Fields, where: str) -> float:
@@ -157,8 +198,10 @@ def _number(label: Any, fields: Fields, where: str) -> float:
 
 def _label(label: Any, fields: Fields, where: str) -> int | str | float:
     """The class that a record says, whatever format it comes from; or its number."""
-    if fields.numbers:
-        return _number(label, fields, where)
+    return _number(label, fields, where) if fields.numbers else _class(label, fields, where)
+
+
+def _class(label: Any, fields: Fields, where: str) -> int | str:
     problem, classes = "", fields.classes
     # As CSV, JSON, pandas and `ClassLabel` write that there is none.
     blank = isinstance(label, str) and not label.strip()
@@ -185,6 +228,9 @@ def class_names(features: Any, fields: Fields) -> tuple[str, ...]:
         features: As JSON; whatever else a file holds there has no names.
     """
     feature = features.get(fields.label) if isinstance(features, Mapping) else None
+    if fields.tagged:
+        # A list of classes, which earlier versions write as a list of one feature.
+        feature = feature.get("feature") if isinstance(feature, Mapping) else next(iter(feature or ()), None)
     names = feature.get("names") if isinstance(feature, Mapping) else None
     # A feature of several fields, one of which is called so, has another feature there.
     return tuple(names) if isinstance(names, list) and all(isinstance(name, str) for name in names) else ()
@@ -340,7 +386,8 @@ def _read_csv(path: Path, fields: Fields, meter: Meter) -> Iterator[Document]:
                     f"the line, or put quotes around texts that contain {delimiter!r}."
                 )
             record: dict[str, Any] = dict(zip(header, row, strict=True))
-            if fields.label is not None and (label := record[fields.label]).isascii() and label.isdigit():
+            label = "" if fields.label is None or fields.tagged else record[fields.label]
+            if label.isascii() and label.isdigit():
                 record[fields.label] = int(label)  # CSV knows only text
             yield document_of(record, fields, where)
     except csv.Error as error:
@@ -380,6 +427,39 @@ def _require_header(header: list[str], fields: Fields, path: Path) -> None:
         ) from error
 
 
+def _read_conll(path: Path, fields: Fields, meter: Meter) -> Iterator[Document]:
+    """Sentences that blank lines end: a word in each line, and its tag, the last of the columns."""
+    if not fields.tagged:
+        raise DataError(
+            f"{path} holds a word in each line, which is for tasks that tag words. Give a .txt, .jsonl, .json, "
+            ".parquet or .csv file."
+        )
+    words: list[str] = []
+    tags: list[str] = []
+    first = 1
+
+    def sentence() -> Document:
+        record = {fields.text: [*words], fields.label: [*tags]}
+        words.clear(), tags.clear()
+        return document_of(record, fields, f"{path}, line {first}")
+
+    for number, line in lines(path, meter):
+        columns = line.split()
+        if columns and columns[0] != "-DOCSTART-":
+            if len(columns) == 1 and fields.label is not None:
+                raise DataError(
+                    f"{path}, line {number} has a word and no tag. A line holds a word and, behind a space or tab, its "
+                    "tag in the last column; a blank line ends a sentence. Mend the line."
+                )
+            first = first if words else number
+            words.append(columns[0])
+            tags.append(columns[-1])
+        elif words:
+            yield sentence()
+    if words:
+        yield sentence()
+
+
 def _read_parquet(path: Path, fields: Fields, meter: Meter) -> Iterator[Document]:
     import pyarrow
     import pyarrow.parquet
@@ -411,4 +491,5 @@ _READERS: dict[str, Callable[[Path, Fields, Meter], Iterator[Document]]] = {
     ".parquet": _read_parquet,
     ".csv": _read_csv,
     ".tsv": _read_csv,
+    ".conll": _read_conll,
 }

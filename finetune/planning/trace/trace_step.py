@@ -272,7 +272,7 @@ def meta_batch(recipe: Recipe) -> dict[str, torch.Tensor]:
     elif recipe.data.packing == "documents":
         names.append("position_ids")
     found = {name: torch.empty((rows, length), dtype=torch.long, device="meta") for name in names}
-    if task.labelled:
+    if task.labelled and not task.tagged:
         found["targets"] = found["targets"][:, 0]
     return found
 
