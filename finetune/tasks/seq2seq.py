@@ -5,10 +5,12 @@ end of text, mBART with a language code.
 """
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PretrainedConfig
+from transformers.modeling_outputs import BaseModelOutput
 
 from finetune.config.recipe_schema import Recipe
 from finetune.models import chunked_loss, lora_adapters
@@ -64,12 +66,30 @@ def _loss_and_correct(network: nn.Module, batch: Batch) -> torch.Tensor:
     return torch.stack((chunked_loss.plain_loss(scores, targets), hits.float()))
 
 
+def _next_token_logits(network: nn.Module, batch: Batch, *, kept: dict[str, Any]) -> torch.Tensor:
+    """Returns scores of the token behind what is written of a target, (1, V), in fp32.
+
+    Args:
+        kept: Empty at first; then the states of the encoder, and keys and values of the tokens before.
+    """
+    generation: Any = getattr(lora_adapters.transformer(network), "generation_config", None)
+    start = batch["input_ids"].new_full((1, 1), generation.decoder_start_token_id)
+    ids = torch.cat((start, batch["written"]), 1)
+    given = {"decoder_input_ids": ids[:, -1:] if "past_key_values" in kept else ids}
+    outputs = network(**(kept or {"input_ids": batch["input_ids"]}), **given, use_cache=True)
+    kept.setdefault("encoder_outputs", BaseModelOutput(last_hidden_state=outputs.encoder_last_hidden_state))
+    if outputs.past_key_values is not None:
+        kept["past_key_values"] = outputs.past_key_values
+    return outputs.logits[:, -1].float()  # type: ignore[no-any-return]
+
+
 SEQ2SEQ_LM = transformers_task(
     HEAD,
     _build_config,
     build_data=partial(build_task_data, targets=True),
     loss_sum=_loss_sum,
     loss_and_correct=_loss_and_correct,
+    next_token=_next_token_logits,
     text=True,
     paired=True,
 )

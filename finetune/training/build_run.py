@@ -209,8 +209,8 @@ def _read_inputs(recipe: Recipe, quiet: bool) -> Inputs:
     data = task.build_data(recipe, quiet)
     if recipe.sample is not None and task.text:
         # Refused before the first step, not after the last.
-        sample_prompt(recipe.sample, recipe.chat, data.tokenizer)
-    prompts = read_prompts(recipe, data.tokenizer)
+        sample_prompt(recipe.sample, recipe.chat, data.tokenizer, paired=task.paired)
+    prompts = read_prompts(recipe, data.tokenizer, paired=task.paired)
     metrics = build_metrics(recipe, task, data, prompts)
     num_rows = None if data.train is None else len(data.train)
     length = measure_length(recipe.length, recipe.batch.global_size, recipe.data, num_rows)

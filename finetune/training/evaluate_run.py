@@ -20,7 +20,7 @@ from finetune.data.class_labels import some
 from finetune.data.rows.feed import Rows, evaluation_batches
 from finetune.distributed.backend import Backend
 from finetune.models.forward_wrapper import without_training
-from finetune.models.prompts import text_tokens, turn_tokens
+from finetune.models.prompts import source_tokens, text_tokens, turn_tokens
 from finetune.tasks import metrics
 from finetune.tasks.causal_lm import next_token_logits
 from finetune.tasks.class_tables import MOST_COUNTED
@@ -28,7 +28,7 @@ from finetune.tasks.task import Batch, Task
 from finetune.training.run import BuiltRun
 from finetune.utils.atomic_files import write_text
 from finetune.utils.errors import FinetuneError, RecipeError
-from finetune.utils.to_device import batch_to_device, tensor_to_device
+from finetune.utils.to_device import batch_to_device
 
 PREDICTIONS = "predictions.jsonl"
 
@@ -50,7 +50,7 @@ def evaluate_and_sample(run: BuiltRun) -> bool:
         return False
     if recipe.sample is not None and due(recipe.sample.every_steps, recipe.sample.at_end):
         run.timer.mark("aside")
-        text = sample_text(run.backend, run.model, recipe, run.data.tokenizer, run.data.ends)
+        text = sample_text(run.backend, run.model, run.task, recipe, run.data.tokenizer, run.data.ends)
         run.reporter.log({"step": step, "sample": text})
         run.reporter.say(f"step {step}: sample\n{text}\n")
         run.results["sample"] = text
@@ -210,6 +210,7 @@ def _score_texts(run: BuiltRun) -> dict[str, float] | None:
         found = generate_tokens(
             run.backend,
             run.model,
+            run.task,
             [prompt.ids for prompt in run.prompts],
             longest=recipe.data.sequence_length,
             max_new_tokens=recipe.eval.max_new_tokens,
@@ -220,10 +221,8 @@ def _score_texts(run: BuiltRun) -> dict[str, float] | None:
         return None
     decode = partial(tokenizer.decode, skip_special_tokens=True)
     # Decoded behind its prompt: alone, the first word of some tokenizers loses its space.
-    texts = [
-        decode([*prompt.ids, *ids])[len(decode(prompt.ids)) :].strip()
-        for prompt, ids in zip(run.prompts, found, strict=True)
-    ]
+    begins = [() if run.task.paired else prompt.ids for prompt in run.prompts]
+    texts = [decode([*begin, *ids])[len(decode(begin)) :].strip() for begin, ids in zip(begins, found, strict=True)]
     references = [prompt.references for prompt in run.prompts]
     return _score(run, texts, references, ({"prompt": prompt.text} for prompt in run.prompts))
 
@@ -276,6 +275,7 @@ def _score(
 def generate_tokens(
     backend: Backend,
     model: nn.Module,
+    task: Task,
     prompts: Sequence[Sequence[int]],
     *,
     longest: int,
@@ -291,7 +291,8 @@ def generate_tokens(
     A pass has one prompt: so no text depends on what is computed beside it, nor on the number of ranks.
 
     Args:
-        longest: Most tokens of a prompt and its text together, of which the network sees as many.
+        longest: Most tokens of a prompt and its text together, of which the network sees as many; of each of both,
+            where prompts are read by an encoder.
         ends: Tokens that end a text.
         stopping: Returns True if this rank was asked to stop.
         pick: Chooses a token by the logits behind a row, (V,); the likeliest by default.
@@ -302,10 +303,12 @@ def generate_tokens(
     """
     # One more than each token, and 0 where there is none.
     written = torch.zeros(len(prompts), max_new_tokens, dtype=torch.int64)
-    first = backend.mesh.average_rank
+    first, scores = backend.mesh.average_rank, task.next_token or next_token_logits
     with without_training(model):
         for number in range(first, len(prompts) + first, backend.mesh.average_size):
             row = list(prompts[number]) if number < len(prompts) else []
+            taken = len(row)
+            most = longest + taken if task.paired else longest
             kept: dict[str, Any] = {}
             while True:
                 told = torch.tensor([float(bool(row)), float(stopping())], device=backend.device)
@@ -314,34 +317,48 @@ def generate_tokens(
                     return None
                 if not unfinished:
                     break
-                # Who has finished goes along with the others.
-                ids = tensor_to_device(torch.tensor([row[-longest:] or prompts[0][:1]]), backend.device)
-                score = partial(next_token_logits, kept=kept if 0 < len(row) <= longest else {})
-                (logits,) = backend.evaluate_batches(model, score, [{"input_ids": ids}])
+                # Who has finished goes along with the others, whose encoder runs once.
+                parts = {"input_ids": row[-longest:] or prompts[0][:1]}
+                if task.paired:
+                    parts = {"input_ids": row[:taken] or prompts[0][:1], "written": row[taken:]}
+                ids = {name: torch.tensor([part], dtype=torch.int64) for name, part in parts.items()}
+                score = partial(scores, kept=kept if task.paired or 0 < len(row) <= longest else {})
+                (logits,) = backend.evaluate_batches(model, score, [batch_to_device(ids, backend.device)])
                 if not row:
                     continue
-                token, place = pick(logits[0]), len(row) - len(prompts[number])
+                token, place = pick(logits[0]), len(row) - taken
                 row.append(token)
                 if token not in ends and backend.mesh.counts_loss:
                     written[number, place] = token + 1
-                if token in ends or place + 1 == max_new_tokens or (len(row) == longest and not slides):
+                if (
+                    token in ends
+                    or place + 1 == max_new_tokens
+                    or (len(row) == most and not (slides and not task.paired))
+                ):
                     row = []
     gathered: list[list[int]] = backend.all_reduce_sum(written.to(backend.device)).tolist()
     return [[token - 1 for token in row if token] for row in gathered]
 
 
-def sample_prompt(section: SampleSection, chat: ChatSection | None, tokenizer: Any) -> list[int]:
+def sample_prompt(section: SampleSection, chat: ChatSection | None, tokenizer: Any, *, paired: bool) -> list[int]:
     """Returns tokens of a sample's prompt: a text's beginning, or a user's turn, where the recipe learns conversations.
+
+    Args:
+        paired: True if it is a source.
 
     Raises:
         DataError: If there is nothing to begin with, or the chat template refuses the turn.
     """
+    if paired:
+        return source_tokens(tokenizer, section.prompt)
     if chat is None:
         return text_tokens(tokenizer, section.prompt)
     return turn_tokens(tokenizer, section.prompt, chat.template_args)
 
 
-def sample_text(backend: Backend, model: nn.Module, recipe: Recipe, tokenizer: Any, taught: Sequence[int]) -> str:
+def sample_text(
+    backend: Backend, model: nn.Module, task: Task, recipe: Recipe, tokenizer: Any, taught: Sequence[int]
+) -> str:
     """Writes one text after the prompt of the recipe's `sample` section; every rank must call it.
 
     Args:
@@ -349,7 +366,7 @@ def sample_text(backend: Backend, model: nn.Module, recipe: Recipe, tokenizer: A
     """
     section = recipe.sample
     assert section is not None
-    ids = sample_prompt(section, recipe.chat, tokenizer)
+    ids = sample_prompt(section, recipe.chat, tokenizer, paired=task.paired)
     generator = torch.Generator().manual_seed(recipe.seed)
 
     def pick(logits: torch.Tensor) -> int:
@@ -363,6 +380,7 @@ def sample_text(backend: Backend, model: nn.Module, recipe: Recipe, tokenizer: A
     found = generate_tokens(
         backend,
         model,
+        task,
         [ids],
         longest=recipe.data.sequence_length,
         max_new_tokens=section.max_new_tokens,
@@ -371,4 +389,5 @@ def sample_text(backend: Backend, model: nn.Module, recipe: Recipe, tokenizer: A
         slides=True,
     )
     assert found is not None
-    return str(tokenizer.decode([*ids, *found[0]], skip_special_tokens=True)).strip()
+    begin = [] if task.paired else ids
+    return str(tokenizer.decode([*begin, *found[0]], skip_special_tokens=True)).strip()
