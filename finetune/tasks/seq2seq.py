@@ -30,6 +30,8 @@ def _build_config(recipe: Recipe, ready: TaskData | None) -> PretrainedConfig:
     tokenizer = ready.tokenizer if ready else None
     config = resolve_model_config(recipe, HEAD, tokenizer=tokenizer, vocab_size=recipe.tokenizer.vocab_size)
     if tokenizer is None:
+        # To count or trace it; the number changes no shape.
+        config.decoder_start_token_id = getattr(config, "decoder_start_token_id", None) or 0
         return config
     set_padding(config, tokenizer)
     if (given := recipe.model.config) is not None:

@@ -274,7 +274,8 @@ def _build_model(plan: RunPlan, backend: Backend) -> BuiltModel:
         network = init_weights(task.build_model(recipe, data), recipe.seed)
         products = float8.describe_products(network, recipe.model.fp8)
         set_stop_tokens(network, data.tokenizer, data.ends)
-        flops = flops_per_target(network, recipe.data.sequence_length)
+        # A token goes through an encoder or a decoder, which are taken to be alike.
+        flops = flops_per_target(network, recipe.data.sequence_length) / (2 if task.paired else 1)
         quantization.compute_in(network, backend.dtype)
         if backend.strategy.casts_weights(backend):
             frozen_weights.set_output_dtype(network, backend.dtype)
