@@ -290,7 +290,7 @@ def test_tags_to_the_end(tmp_path: Path, shape: str, capsys: pytest.CaptureFixtu
         more |= {"model": {"name": MODEL, "config": None}, "lora": {"rank": 8}}
     tree = job(file, tokenizer, **more)
     tree["data"] |= {"validation": tree["data"]["train"], "validation_fraction": 0.01, "cache_dir": str(tmp_path / "c")}
-    tree["checkpoint"] = {"keep_best_by": "-validation_f1"}
+    tree["checkpoint"] = {"keep_best_by": "validation_f1"}
     run = run_here(tree)
     assert run.results["validation_f1"] > 0.9
     assert [*run.results["classes"]] == ["LOC", "PER"]
