@@ -443,7 +443,7 @@ class _Preparation:
             findings=found,
             classes=of_classes,
             **{name: counts[name] for name in ("documents", "tokens", "duplicates")},
-            **{name: made[name] for name in _OF_ROWS},
+            **{name: made.get(name, 0) for name in _OF_ROWS},
         )
 
 
