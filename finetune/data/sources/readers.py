@@ -434,14 +434,10 @@ def _read_conll(path: Path, fields: Fields, meter: Meter) -> Iterator[Document]:
             f"{path} holds a word in each line, which is for tasks that tag words. Give a .txt, .jsonl, .json, "
             ".parquet or .csv file."
         )
-    words: list[str] = []
-    tags: list[str] = []
-    first = 1
+    first, words, tags = 1, list[str](), list[str]()
 
     def sentence() -> Document:
-        record = {fields.text: [*words], fields.label: [*tags]}
-        words.clear(), tags.clear()
-        return document_of(record, fields, f"{path}, line {first}")
+        return document_of({fields.label: tags, fields.text: words}, fields, f"{path}, line {first}")
 
     for number, line in lines(path, meter):
         columns = line.split()
@@ -456,6 +452,7 @@ def _read_conll(path: Path, fields: Fields, meter: Meter) -> Iterator[Document]:
             tags.append(columns[-1])
         elif words:
             yield sentence()
+            words, tags = [], []
     if words:
         yield sentence()
 
