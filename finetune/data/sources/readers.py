@@ -9,7 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from finetune.data.sources.column_names import as_overrides, guess_chat_fields, guess_label_field, guess_text_field
+from finetune.data.sources.column_names import (
+    as_overrides,
+    guess_chat_fields,
+    guess_label_field,
+    guess_text_field,
+    guess_word_fields,
+)
 from finetune.data.sources.conversation_formats import InvalidConversation, RecordForm, kind_of
 from finetune.data.sources.streams import MAX_DOCUMENT_BYTES, MAX_RECORD_BYTES, JsonReader, Meter, json_items, lines
 from finetune.utils import json_files
@@ -281,6 +287,7 @@ def require_fields(present: Iterable[str], fields: Fields, where: str) -> None:
         mapping = as_overrides(fields.source, {f"fields.{key}": name for key, name in chat.items() if name != key})
         or_chat = f", or give the recipe a `chat` section if these are conversations: 'chat={{}}' {mapping}".rstrip()
     guesses = {"text_field": guess_text_field(names), "label_field": guess_label_field(names)}
+    guesses = guess_word_fields(names) if fields.tagged else guesses
     for key, field in (("text_field", fields.text), ("pair_field", fields.pair), ("label_field", fields.label)):
         if field is not None and field not in names:
             advice, guess = f"Name one of them as the source's `{key}`", guesses.get(key)
@@ -434,14 +441,10 @@ def _read_conll(path: Path, fields: Fields, meter: Meter) -> Iterator[Document]:
             f"{path} holds a word in each line, which is for tasks that tag words. Give a .txt, .jsonl, .json, "
             ".parquet or .csv file."
         )
-    words: list[str] = []
-    tags: list[str] = []
-    first = 1
+    first, words, tags = 1, list[str](), list[str]()
 
     def sentence() -> Document:
-        record = {fields.text: [*words], fields.label: [*tags]}
-        words.clear(), tags.clear()
-        return document_of(record, fields, f"{path}, line {first}")
+        return document_of({fields.label: tags, fields.text: words}, fields, f"{path}, line {first}")
 
     for number, line in lines(path, meter):
         columns = line.split()
@@ -456,6 +459,7 @@ def _read_conll(path: Path, fields: Fields, meter: Meter) -> Iterator[Document]:
             tags.append(columns[-1])
         elif words:
             yield sentence()
+            words, tags = [], []
     if words:
         yield sentence()
 
