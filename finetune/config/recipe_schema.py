@@ -51,7 +51,7 @@ class SampleSection(Section):
     short_for = "prompt"
 
     prompt: str = ""
-    """Beginning of the text; with a `chat` section, a message of the user."""
+    """Beginning of the text; with a `chat` section, a message of the user; for `seq2seq_lm` a source."""
     every_steps: Annotated[PositiveInt | None, "optimiser steps"] = None
     """Steps between samples during the run."""
     at_end: bool = True
@@ -182,7 +182,8 @@ class Source(Section):
     """Field that holds the text of a document; for `token_classification` its words, as a list."""
     pair_field: str | None = None
     """Field that holds a second text of each document, such as `hypothesis` beside `premise`: a classifier or
-    regression reads both as its tokenizer pairs them."""
+    regression reads both as its tokenizer pairs them; for `seq2seq_lm` the text that is to be written, such as
+    `summary`."""
     format: Literal["auto", "text", "messages", "sharegpt", "alpaca", "prompt", "pairs"] = "auto"
     """With a `chat` section: format of the conversations. `auto`: detected from the fields of the first record."""
     fields: dict[str, str] = Field(default_factory=dict)
@@ -246,7 +247,8 @@ class DataSection(Section):
     every `sequence_length` tokens (pre-training); `padded`: one document in each row."""
     long_documents: Literal["split", "truncate", "drop"] = "split"
     """Documents longer than a row (with `documents` and `padded`): `split` continues them in another row, `truncate`
-    cuts off their end, `drop` leaves them out. The data report counts them."""
+    cuts off their end, `drop` leaves them out. The data report counts them. A source or target of `seq2seq_lm` loses
+    its end, unless `drop` leaves out its pair."""
     remainder: Literal["keep", "drop"] = "keep"
     """The last, incomplete row of a `wrapped` stream: padded, or left out."""
     last_batch: Literal["carry", "drop"] = "carry"
@@ -467,7 +469,8 @@ class TaskSection(Section):
 
     name: PathText = "causal_lm"
     """`causal_lm`, `sequence_classification`, `regression` (a number for each document), `token_classification` (a
-    class for each word), or your own as `package.module:object` or `file.py:object`."""
+    class for each word), `seq2seq_lm` (a text from another one, by an encoder-decoder), or your own as
+    `package.module:object` or `file.py:object`."""
     loss: PathText | None = None
     """Your own loss, named in the same way, in place of the task's: a function of network and batch that returns the
     sum over the batch's targets, a scalar in fp32."""

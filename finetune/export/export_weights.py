@@ -125,7 +125,7 @@ def export_weights(
                 say(line)
             model_card.write_model_card(staging, found, kind, proof, merge.base_folder(recipe), head)
             facts = {"run": str(found.run), "step": found.step, "as": kind, "proof": proof}
-            if not head.pretrained and job.config.num_labels > 1:
+            if head.may_be_new and job.config.num_labels > 1:
                 facts["classes"] = [str(job.config.id2label[number]) for number in range(job.config.num_labels)]
             write_json(staging / "export.json", {**facts, "base": found.facts.get("base")})
             sync_files(staging)
@@ -251,9 +251,9 @@ def _verify(job: _Export, staging: Path) -> list[str]:
         "base": recipe.model.name if adapter else None,
         "revision": recipe.model.revision,
         "trust_remote_code": recipe.model.trust_remote_code,
-        "num_labels": job.config.num_labels if adapter and not job.head.pretrained else None,
+        "num_labels": job.config.num_labels if adapter and job.head.may_be_new else None,
         # Decoders classify at the last token that is no padding.
-        "pad_token_id": job.config.pad_token_id if adapter and not job.head.pretrained else None,
+        "pad_token_id": job.config.pad_token_id if adapter and job.head.may_be_new else None,
         "dequantize": job.quantized == "stored",
     }
     if job.gguf is not None:

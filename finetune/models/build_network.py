@@ -176,7 +176,7 @@ def _pretrained(
             head.auto,
             str(section.name),
             config,
-            new_head=not head.pretrained,
+            new_head=head.may_be_new,
             revision=section.revision,
             trust_remote_code=section.trust_remote_code,
             attn_implementation=kernel,

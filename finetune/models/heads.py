@@ -18,11 +18,13 @@ class Head:
     """The hub's word for what such networks are used for."""
     next_token: bool = False
     """True if it scores the token behind each one, and can compute its loss in chunks."""
-    pretrained: bool = False
-    """True if networks are pretrained with it. Any other head may be new beside pretrained weights, and is then
-    trained whole."""
     encodes: bool = False
     """True if its networks read one text, by an encoder, and write another one."""
+
+    @property
+    def may_be_new(self) -> bool:
+        """True if pretrained files may lack it, as none do that write text; such a head is trained whole."""
+        return not (self.next_token or self.encodes)
 
     @property
     def auto(self) -> Any:
@@ -30,4 +32,4 @@ class Head:
         return getattr(transformers, self.auto_class)
 
 
-NEXT_TOKEN = Head("AutoModelForCausalLM", "CAUSAL_LM", "text-generation", next_token=True, pretrained=True)
+NEXT_TOKEN = Head("AutoModelForCausalLM", "CAUSAL_LM", "text-generation", next_token=True)

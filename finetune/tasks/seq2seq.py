@@ -23,7 +23,7 @@ from finetune.tasks.task_parts import build_task_data, transformers_task
 NAME = "seq2seq_lm"
 """Its name in recipes."""
 
-HEAD = Head("AutoModelForSeq2SeqLM", "SEQ_2_SEQ_LM", "text2text-generation", pretrained=True, encodes=True)
+HEAD = Head("AutoModelForSeq2SeqLM", "SEQ_2_SEQ_LM", "text2text-generation", encodes=True)
 
 
 def _build_config(recipe: Recipe, ready: TaskData | None) -> PretrainedConfig:
