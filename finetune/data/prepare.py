@@ -350,7 +350,7 @@ class _Preparation:
             "remainder": data.remainder if data.packing == "wrapped" else None,
         }
         if around is not None:
-            key["sizes"] = [self._wrapping.size, around.size]
+            key["around"] = [self._wrapping, around]
         masked = self._chat is not None
         dtype = tokens.facts["dtype"]
         parts = {"labelled": self._labelled, "masked": masked, "paired": self._paired, "tagged": self._tagged}

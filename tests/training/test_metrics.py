@@ -274,7 +274,14 @@ def test_tokens_are_those_without_a_cache(kind: str) -> None:
     )
     ends = {7}
     found = evaluate_run.generate_tokens(
-        backend, _Wrapped(network).eval(), CAUSAL_LM, prompts, longest=30, max_new_tokens=16, ends=ends, stopping=lambda: False
+        backend,
+        _Wrapped(network).eval(),
+        CAUSAL_LM,
+        prompts,
+        longest=30,
+        max_new_tokens=16,
+        ends=ends,
+        stopping=lambda: False,
     )
     for prompt, text in zip(prompts, found or [], strict=True):
         row: list[int] = []
