@@ -227,8 +227,8 @@ def _task_of(config: Any, name: str) -> Task:
     def fits(head: Head) -> bool:
         if head.encodes:
             # Each architecture has its own name for such networks.
-            network = model_mapping(head.auto).get(type(config), None) if config.is_encoder_decoder else None
-            return network is not None and network.__name__ in kinds
+            network = model_mapping(head.auto).get(type(config), None)
+            return bool(getattr(config, "is_encoder_decoder", False)) and getattr(network, "__name__", None) in kinds
         return any(kind.endswith(head.auto_class.removeprefix("AutoModel")) for kind in kinds)
 
     task = built_in_task(fits)

@@ -68,7 +68,7 @@ def resolve_model_config(
             f"model: transformers has no {recipe.task.name} network of a {config.model_type} model. Name a model of "
             "another architecture (`finetune docs architectures` lists language models that were tried)."
         )
-    if section.name is not None:
+    if section.name is not None and not head.encodes:
         _untie_embeddings(config, section, head)
     text = config.get_text_config()
     length, trained = recipe.data.sequence_length, getattr(text, "max_position_embeddings", None)

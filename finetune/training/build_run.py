@@ -269,7 +269,8 @@ def _build_model(plan: RunPlan, backend: Backend) -> BuiltModel:
         if (worst := int(backend.all_reduce_max(position).item())) >= 0:
             weights.refuse(worst)
     # Sharded as it loads only what stays as it is loaded; quantized weights are quantized whole.
-    whole = task.head is None or task.head.may_be_new or recipe.model.quantization is not None
+    # The values of an encoder-decoder's embeddings say which of them are one.
+    whole = task.head is None or task.head.may_be_new or task.head.encodes or recipe.model.quantization is not None
     with backend.loading(pretrained=recipe.model.name is not None and not whole):
         network = init_weights(task.build_model(recipe, data), recipe.seed)
         products = float8.describe_products(network, recipe.model.fp8)

@@ -13,13 +13,13 @@ from exports import opened_here
 from harness import Launcher, assert_same_path
 from inside import run_here, stop_after
 from recipes_for_tests import LLAMA, MODEL, SGD, base
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer, MBartTokenizer
 
 from finetune.cli import main
 from finetune.config.recipe import validate_recipe
 from finetune.data.synthetic import story_generator
 from finetune.export import verify_export
-from finetune.models import pretrained_files
 from finetune.tasks.task import TaskData
 from finetune.tasks.task_lookup import BUILT_IN, find_task
 from finetune.utils.errors import DataError, RecipeError
@@ -64,6 +64,17 @@ def save_network(folder: Path, config: dict[str, Any]) -> str:
     return str(folder)
 
 
+def part_head(folder: str) -> str:
+    """Makes a T5 one like Flan-T5: its head is no longer the embedding, though T5's class ties them."""
+    file, config = Path(folder, "model.safetensors"), Path(folder, "config.json")
+    tensors = load_file(file)
+    assert "lm_head.weight" not in tensors
+    tensors["lm_head.weight"] = torch.randn(tensors["shared.weight"].shape, generator=torch.Generator().manual_seed(2))
+    save_file(tensors, file, {"format": "pt"})
+    config.write_text(json.dumps({**json.loads(config.read_text()), "tie_word_embeddings": False}))
+    return folder
+
+
 def job(file: str, **sections: Any) -> dict[str, Any]:
     tree = base(
         task={"name": "seq2seq_lm"},
@@ -78,7 +89,7 @@ def job(file: str, **sections: Any) -> dict[str, Any]:
         length={"steps": 6},
     )
     for name, values in sections.items():
-        tree[name] = {**tree.get(name, {}), **values}
+        tree[name] = {**tree.get(name, {}), **values} if values is not None else None
     return tree
 
 
@@ -134,6 +145,7 @@ def test_every_backend_takes_the_single_process_path(launcher: Launcher, backend
         save(place / "pairs.csv")
         prompts_of(place / "prompts.jsonl")
         save_network(place / "bart", BART)
+        part_head(save_network(place / "flan", T5))
     file = str(place / "pairs.csv")
     texts = {
         "metrics": ["f1"],
@@ -142,11 +154,13 @@ def test_every_backend_takes_the_single_process_path(launcher: Launcher, backend
         "micro_size": 3,
     }
     sample = {"prompt": PAIRS[0][0], "max_new_tokens": 8, "temperature": 0.0}
-    start = {"name": str(place / "bart"), "config": None}
+    starts = [
+        {"model": {"name": str(place / n), "config": None}, "tokenizer": {"name": None}} for n in ("bart", "flan")
+    ]
     jobs = {
         "sgd": job(file, optim={**SGD, "lr": 0.1, "args": {}}, eval=texts, sample=sample),
-        "lora": job(file, model=start, tokenizer={"name": None}, lora={"rank": 4}, optim={"lr": 0.01}),
-        "full": job(file, model=start, tokenizer={"name": None}, optim={"lr": 0.01}, eval=texts, sample=sample),
+        "lora": job(file, **starts[0], lora={"rank": 4}, optim={"lr": 0.01}),
+        "flan": job(file, **starts[1], optim={"lr": 0.01}, eval=texts, sample=sample),
     }
     for name in jobs:
         single, other = launcher.many("single", jobs)[name], launcher.many(backend, jobs)[name]
@@ -160,7 +174,7 @@ def test_every_backend_takes_the_single_process_path(launcher: Launcher, backend
             assert written[0] == written[1]
 
 
-@pytest.mark.parametrize("shape", ["t5", "bart", "lora"])
+@pytest.mark.parametrize("shape", ["t5", "bart", "lora", "flan"])
 def test_targets_to_the_end(tmp_path: Path, shape: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Learned, evaluated, exported, opened by transformers alone, and written by every place."""
     file = save(tmp_path / "pairs.csv")
@@ -172,9 +186,10 @@ def test_targets_to_the_end(tmp_path: Path, shape: str, capsys: pytest.CaptureFi
         "sample": {"prompt": PAIRS[0][0], "max_new_tokens": 8, "temperature": 0.0},
         "checkpoint": {"keep_best_by": "validation_accuracy"},
     }
-    if shape == "lora":
-        start = {"name": save_network(tmp_path / "start", BART), "config": None}
-        more |= {"model": start, "tokenizer": {"name": None}, "lora": {"rank": 4}}
+    if shape in ("lora", "flan"):
+        folder = save_network(tmp_path / "start", BART if shape == "lora" else T5)
+        start = {"name": folder if shape == "lora" else part_head(folder), "config": None}
+        more |= {"model": start, "tokenizer": {"name": None}, "lora": {"rank": 4} if shape == "lora" else None}
     else:
         more["model"] = {"config": NETWORKS[shape]}
     tree = job(file, **more)
@@ -206,7 +221,7 @@ def test_targets_to_the_end(tmp_path: Path, shape: str, capsys: pytest.CaptureFi
             assert [row["prediction"] for row in csv.DictReader(table)] == found
     network = AutoModelForSeq2SeqLM.from_pretrained(run.directory / "exports" / "merged").eval()
     tokenizer = AutoTokenizer.from_pretrained(run.directory / "exports" / "merged")
-    assert type(network).__name__ == f"{'T5' if shape == 't5' else 'Bart'}ForConditionalGeneration"
+    assert type(network).__name__ == f"{'T5' if shape in ('t5', 'flan') else 'Bart'}ForConditionalGeneration"
     loss = 0.0
     for (source, target_text), text in zip(PAIRS, found, strict=True):
         ids = {"input_ids": tokenizer(source, return_tensors="pt")["input_ids"]}
@@ -298,20 +313,30 @@ def test_models_of_the_other_kind_are_refused_with_the_task_to_take(tmp_path: Pa
         find_task(recipe).build_config(recipe, None)
 
 
-def test_files_that_lack_a_tensor_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No head of an encoder-decoder is new: files without one are not whole."""
-    asked: list[bool] = []
-    load = pretrained_files.load_pretrained
+def test_files_without_the_head_are_not_whole(tmp_path: Path) -> None:
+    """No head of an encoder-decoder is new, as that of a classifier may be."""
+    folder = save_network(tmp_path / "start", {**BART, "tie_word_embeddings": False})
+    file = tmp_path / "start" / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["lm_head.weight"]
+    save_file(tensors, file, {"format": "pt"})
+    recipe = validate_recipe(job("x.csv", model={"name": folder, "config": None}, tokenizer={"name": None}))
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    with pytest.raises(RecipeError, match=r"lacks 1 of the network's tensors: lm_head\.weight"):
+        find_task(recipe).build_model(recipe, TaskData(train=None, tokenizer=tokenizer))
 
-    def look(*arguments: Any, new_head: bool = False, **options: Any) -> Any:
-        asked.append(new_head)
-        return load(*arguments, new_head=new_head, **options)
 
-    monkeypatch.setattr(pretrained_files, "load_pretrained", look)
-    start = {"name": save_network(tmp_path / "start", BART), "config": None}
-    recipe = validate_recipe(job(save(tmp_path / "pairs.csv"), model=start, tokenizer={"name": None}))
-    find_task(recipe).build_model(recipe, data_of(tmp_path))
-    assert asked == [False]
+@pytest.mark.parametrize("skeleton", [False, True])
+def test_a_head_apart_from_the_embedding_stays_so(tmp_path: Path, skeleton: bool) -> None:
+    folder = part_head(save_network(tmp_path / "start", T5))
+    recipe = validate_recipe(job("x.csv", model={"name": folder, "config": None}, tokenizer={"name": None}))
+    task, ready = find_task(recipe), TaskData(train=None, tokenizer=AutoTokenizer.from_pretrained(MODEL))
+    network: Any = (task.build_skeleton if skeleton else task.build_model)(recipe, ready)
+    network.tie_weights()
+    assert network.lm_head.weight is not network.shared.weight
+    assert network.encoder.embed_tokens.weight is network.decoder.embed_tokens.weight is network.shared.weight
+    if not skeleton:
+        assert torch.equal(network.lm_head.weight, load_file(Path(folder, "model.safetensors"))["lm_head.weight"])
 
 
 @pytest.mark.parametrize(
