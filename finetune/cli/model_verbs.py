@@ -85,7 +85,7 @@ def add_verbs(verbs: Any) -> None:
 def _add_field_arguments(verb: argparse.ArgumentParser) -> None:
     text = "the field that holds the text (default: that of the data of the run, or `text`)"
     verb.add_argument("--text-field", metavar="NAME", help=text)
-    text = "the field that holds the second text of a pair (default: that of the data of the run)"
+    text = "the field that holds the second text of a pair, or the target (default: that of the data of the run)"
     verb.add_argument("--pair-field", metavar="NAME", help=text)
 
 

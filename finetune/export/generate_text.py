@@ -111,6 +111,7 @@ def generate_text(
             max_new_tokens=room,
             eos_token_id=prompts.stop_tokens(network.generation_config, tokenizer, opened.ends) or None,
             pad_token_id=next(token for token in paddings if token is not None),
+            decoder_start_token_id=prompts.decoder_start(network) if encoded else None,
             streamer=stream,
             # All are given: whatever the model's own generation config says of sampling must not mix in.
             do_sample=sampled,

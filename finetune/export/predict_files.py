@@ -171,13 +171,13 @@ def _texts(opened: LoadedModel, rows: TokenRows, micro_size: int, max_new_tokens
     found = [""] * len(rows)
     order = rows.longest() if len(rows) else np.array([], np.int64)
     stops = prompts.stop_tokens(network.generation_config, opened.tokenizer, opened.ends)
-    room = min(max_new_tokens, opened.longest or max_new_tokens)
+    room, begin = min(max_new_tokens, opened.longest or max_new_tokens), prompts.decoder_start(network)
     torch.manual_seed(0)  # where it samples
     for start in range(0, len(rows), micro_size):
         share = order[start : start + micro_size]
         batch = batch_to_device(rows.batch(share), opened.device)
         inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
-        written = network.generate(**inputs, max_new_tokens=room, eos_token_id=stops)
+        written = network.generate(**inputs, max_new_tokens=room, eos_token_id=stops, decoder_start_token_id=begin)
         texts = opened.tokenizer.batch_decode(written, skip_special_tokens=True)
         for row, text in zip(share.tolist(), texts, strict=True):
             found[row] = text.strip()

@@ -49,6 +49,12 @@ def source_tokens(tokenizer: Any, source: str) -> list[int]:
     return ids
 
 
+def decoder_start(network: Any) -> int:
+    """Returns the token that an encoder-decoder's decoder begins with."""
+    start = network.generation_config.decoder_start_token_id
+    return int(network.config.decoder_start_token_id if start is None else start)
+
+
 def turn_tokens(tokenizer: Any, turns: str | Sequence[Turn], variables: Mapping[str, Any]) -> list[int]:
     """Returns tokens of a conversation in the chat template, up to where the next answer begins.
 

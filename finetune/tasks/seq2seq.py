@@ -13,7 +13,8 @@ from transformers import PretrainedConfig
 from transformers.modeling_outputs import BaseModelOutput
 
 from finetune.config.recipe_schema import Recipe
-from finetune.models import chunked_loss, lora_adapters
+from finetune.data.tokenization.tokenizer import target_wrapping_of
+from finetune.models import chunked_loss, lora_adapters, prompts
 from finetune.models.heads import Head
 from finetune.models.model_config import resolve_model_config
 from finetune.tasks.classification import set_padding
@@ -34,11 +35,13 @@ def _build_config(recipe: Recipe, ready: TaskData | None) -> PretrainedConfig:
         config.decoder_start_token_id = getattr(config, "decoder_start_token_id", None) or 0
         return config
     set_padding(config, tokenizer)
-    if (given := recipe.model.config) is not None:
-        # An architecture's defaults are numbers in the vocabulary of its first model.
-        for name in ("decoder_start_token_id", "forced_eos_token_id"):
-            if name not in given and (name == "decoder_start_token_id" or hasattr(config, name)):
-                setattr(config, name, tokenizer.eos_token_id)
+    given, start = recipe.model.config, getattr(config, "decoder_start_token_id", None)
+    # Defaults of an architecture are numbers in the vocabulary of its first model.
+    if start is None or (given is not None and "decoder_start_token_id" not in given):
+        # mBART's decoder begins with the last token of a target, and to others any will do.
+        config.decoder_start_token_id = target_wrapping_of(tokenizer).behind[-1]
+    if given is not None and "forced_eos_token_id" not in given and hasattr(config, "forced_eos_token_id"):
+        config.forced_eos_token_id = tokenizer.eos_token_id
     return config
 
 
@@ -74,9 +77,8 @@ def _next_token_logits(network: nn.Module, batch: Batch, *, kept: dict[str, Any]
     Args:
         kept: Empty at first; then the states of the encoder, and keys and values of the tokens before.
     """
-    generation: Any = getattr(lora_adapters.transformer(network), "generation_config", None)
-    start = batch["input_ids"].new_full((1, 1), generation.decoder_start_token_id)
-    ids = torch.cat((start, batch["written"]), 1)
+    start = prompts.decoder_start(lora_adapters.transformer(network))
+    ids = torch.cat((batch["input_ids"].new_full((1, 1), start), batch["written"]), 1)
     given = {"decoder_input_ids": ids[:, -1:] if "past_key_values" in kept else ids}
     outputs = network(**(kept or {"input_ids": batch["input_ids"]}), **given, use_cache=True)
     kept.setdefault("encoder_outputs", BaseModelOutput(last_hidden_state=outputs.encoder_last_hidden_state))

@@ -198,7 +198,7 @@ def test_targets_to_the_end(tmp_path: Path, shape: str, capsys: pytest.CaptureFi
     assert run.losses[-1] < 0.8 * run.losses[0]
     assert main.main(["data", str(run.directory / "recipe.yaml"), "--show", "1"]) == 0
     learned = re.findall(r"\[(.*?)\]", capsys.readouterr().out.split("learned")[-1])
-    assert "".join(learned[:-1]).strip() == PAIRS[0][1]
+    assert "".join(learned) == f"<s>{PAIRS[0][1]}</s>"
     assert main.main(["eval", str(run.directory), "--data", file, "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
     for name in ("loss", "perplexity", "accuracy", "targets"):
