@@ -143,8 +143,8 @@ def evaluate_files(
             advance(share.size)
     mean = loss / max(1, targets)
     if not task.labelled:
-        share = {"accuracy": hits / max(1, targets)} if task.paired else {}
-        return {"loss": mean, "perplexity": math.exp(min(mean, 700.0)), **share, "targets": targets}
+        right = {"accuracy": hits / max(1, targets)} if task.paired else {}
+        return {"loss": mean, "perplexity": math.exp(min(mean, 700.0)), **right, "targets": targets}
     if task.tagged:
         hits, *summed = torch.stack(counted).sum(0).tolist()
         found_of = task.figures_of_counts

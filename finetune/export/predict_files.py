@@ -82,7 +82,7 @@ def predict_files(
                 )
                 starts = np.cumsum(encoded.lengths) - encoded.lengths
                 for item, length, start in zip(batch, encoded.lengths.tolist(), starts.tolist(), strict=True):
-                    scores = next(found) if length else None
+                    scores: Any = next(found) if length else None
                     if encoded.words is not None:
                         words = json.loads(item.text) if item.text else []
                         begun = encoded.words[start : start + length]

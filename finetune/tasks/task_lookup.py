@@ -55,8 +55,7 @@ def find_task(recipe: Recipe) -> Task:
 
 def _traits_of(task: Task) -> TaskTraits:
     numbers = task.loss_and_numbers is not None
-    kinds = {"labelled": task.labelled, "numbers": numbers, "tagged": task.tagged, "paired": task.paired}
-    return TaskTraits(text=task.text, **kinds)
+    return TaskTraits(text=task.text, labelled=task.labelled, numbers=numbers, tagged=task.tagged, paired=task.paired)
 
 
 def _unused_keys(recipe: Recipe, task: Task) -> Iterator[str]:

@@ -110,8 +110,9 @@ def open_source(
     """
     label = source.label_field if labelled else None
     pair = source.pair_field if form is None else None
-    kinds = {"numbers": numbers, "tagged": tagged, "target": target}
-    fields = Fields(source.text_field, label, form, pair=pair, source=key, **kinds)
+    fields = Fields(
+        source.text_field, label, form, pair=pair, numbers=numbers, tagged=tagged, target=target, source=key
+    )
     if source.sample is not None:
         return _open_sample(source, source.sample, fields)
     if source.path is None:

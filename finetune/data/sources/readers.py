@@ -144,7 +144,7 @@ def document_of(record: Any, fields: Fields, where: str) -> Document:
                 f"{where}: the field '{name}' holds {kind_of(value)}, and only text can be read. Remove or mend the "
                 f"record, or name another field as `{key}`."
             )
-        if fields.target and not value.strip():
+        if fields.target and not str(value).strip():
             raise DataError(
                 f"{where}: the field '{name}' is empty, and both source and target need a text. Mend or remove the "
                 f"record, or name another field as `{key}`."
