@@ -30,7 +30,7 @@ from finetune.utils.errors import DataError, RecipeError
 BERT = ARCHITECTURES["bert"]["model"]["config"]
 TAGS = ("B-LOC", "B-PER", "I-LOC", "I-PER", "O")
 NAMES = {
-    "PER": ["Anna Stone", "Bert", "Carla O'Neil", "Dora van Dyke"],
+    "PER": ["Anna Stone", "Bert", "Carla Neil", "Dora van Dyke"],
     "LOC": ["Berlin", "New York", "Rio de Janeiro"],
 }
 FRAMES = ["{PER} flew to {LOC} .", "In {LOC} , {PER} met {PER} .", "{PER} left .", "Nobody knows {LOC} or {LOC} ."]
