@@ -170,7 +170,7 @@ def _texts(opened: LoadedModel, rows: TokenRows, micro_size: int, max_new_tokens
     network: Any = lora_adapters.transformer(opened.network)
     found = [""] * len(rows)
     order = rows.longest() if len(rows) else np.array([], np.int64)
-    stops = prompts.stop_tokens(network.generation_config, opened.tokenizer, opened.ends)
+    stops = prompts.stop_tokens(network.generation_config, opened.tokenizer, opened.ends) or None
     room, begin = min(max_new_tokens, opened.longest or max_new_tokens), prompts.decoder_start(network)
     torch.manual_seed(0)  # where it samples
     for start in range(0, len(rows), micro_size):
