@@ -79,7 +79,7 @@ def predict_files(opened: LoadedModel, recipe: Recipe, micro_size: int = 32) -> 
                         begun = encoded.words[start : start + length]
                         places = begun[begun >= 0][: 0 if scores is None else len(scores)].tolist()
                         untagged += len(words) - len(places)
-                        yield _spans(words, places, scores, names) if places else []
+                        yield _spans(words, places, scores, names) if scores is not None else []
                         continue
                     if scores is None:
                         yield Prediction(None, [])
