@@ -88,7 +88,7 @@ def predict_files(
                         begun = encoded.words[start : start + length]
                         places = begun[begun >= 0][: 0 if scores is None else len(scores)].tolist()
                         untagged += len(words) - len(places)
-                        yield _spans(words, places, scores, names) if places else []
+                        yield _spans(words, places, scores, names) if scores is not None else []
                         continue
                     if scores is None or isinstance(scores, str):
                         yield Prediction(scores, [])

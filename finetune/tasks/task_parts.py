@@ -121,7 +121,8 @@ def _class_weights(recipe: Recipe, prepared: PreparedData) -> npt.NDArray[np.flo
     names = prepared.label_names
     if asked == "balanced":
         counts = rows.class_counts(len(names))
-        return (counts.sum() / (np.count_nonzero(counts) * np.maximum(counts, 1))).astype(np.float32)
+        shares: npt.NDArray[np.float64] = counts.sum() / (np.count_nonzero(counts) * np.maximum(counts, 1))
+        return shares.astype(np.float32)
     if len(asked) != len(names):
         raise RecipeError(
             f"task.class_weights: got {len(asked)} weights for {len(names)} classes. Give one for each class, in this "

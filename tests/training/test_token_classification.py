@@ -284,7 +284,7 @@ def test_formats_give_the_same_rows(tmp_path: Path) -> None:
 def test_tags_to_the_end(tmp_path: Path, shape: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Learned, resumed, evaluated, exported, opened by transformers alone, and predicted from every place."""
     file, tokenizer = save(tmp_path / "words.jsonl"), save_tokenizer(tmp_path / "tokenizer")
-    more: dict[str, Any] = {"optim": {"lr": 1e-2}, "length": {"steps": 40}, "output": {"dir": str(tmp_path / "run")}}
+    more: dict[str, Any] = {"optim": {"lr": 1e-2}, "length": {"steps": 60}, "output": {"dir": str(tmp_path / "run")}}
     if shape == "lora":
         tokenizer = MODEL
         more |= {"model": {"name": MODEL, "config": None}, "lora": {"rank": 8}}

@@ -165,17 +165,17 @@ def save_rows(
     for name in _ARRAYS:
         np.save(folder / f"{name}.npy", getattr(packed, name), allow_pickle=False)
     pairs = targets = int(packed.lengths.sum())
-    cut = 0
-    if mask is not None or token_labels is not None:
-        if mask is not None:
-            of_segments = mask.counts(packed.starts, packed.lengths)
-        else:
-            before = np.concatenate([np.zeros(1, np.int64), np.cumsum(token_labels >= 0, dtype=np.int64)])
-            of_segments = before[packed.starts + packed.lengths] - before[packed.starts]
+    labelled, of_segments = 0, None
+    if mask is not None:
+        of_segments = mask.counts(packed.starts, packed.lengths)
+    elif token_labels is not None:
+        before = np.concatenate([np.zeros(1, np.int64), np.cumsum(token_labels >= 0, dtype=np.int64)])
+        labelled, of_segments = int(before[-1]), before[packed.starts + packed.lengths] - before[packed.starts]
+    if of_segments is not None:
         of_rows = np.add.reduceat(of_segments, packed.row_starts[:-1]) if packed.num_rows else of_segments
         np.save(folder / ROW_TARGETS, of_rows, allow_pickle=False)
         targets = int(of_rows.sum())
-        cut = int(before[-1]) - targets if token_labels is not None else 0
+    cut = max(0, labelled - targets)
     return {"rows": packed.num_rows, "pairs": pairs, "targets": targets, "labels_cut": cut, **packed.counts}
 
 

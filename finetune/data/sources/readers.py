@@ -393,9 +393,10 @@ def _read_csv(path: Path, fields: Fields, meter: Meter) -> Iterator[Document]:
                     f"the line, or put quotes around texts that contain {delimiter!r}."
                 )
             record: dict[str, Any] = dict(zip(header, row, strict=True))
-            label = "" if fields.label is None or fields.tagged else record[fields.label]
-            if label.isascii() and label.isdigit():
-                record[fields.label] = int(label)  # CSV knows only text
+            if fields.label is not None and not fields.tagged:
+                label = record[fields.label]
+                # CSV knows only text.
+                record[fields.label] = int(label) if label.isascii() and label.isdigit() else label
             yield document_of(record, fields, where)
     except csv.Error as error:
         reason = "its lines end in carriage returns alone" if "new-line character" in str(error) else error
