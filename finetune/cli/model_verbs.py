@@ -51,13 +51,16 @@ def add_verbs(verbs: Any) -> None:
     verb = arguments.add_verb(verbs, predict)
     verb.add_argument(
         "run",
-        help="a classifier, or a model of regression: a run, checkpoint, adapter, export, model directory or hub name",
+        help="a classifier, a model of regression or an encoder-decoder: a run, checkpoint, adapter, export, model "
+        "directory or hub name",
     )
     verb.add_argument("file", type=os.path.expanduser, help="documents, as the recipe's `path` takes them")
     text = "write to this file, .jsonl or .csv by its ending (default: JSON lines on stdout)"
     verb.add_argument("--output", type=os.path.expanduser, metavar="FILE", help=text)
     _add_field_arguments(verb)
     verb.add_argument("--batch-size", type=int, default=32, metavar="N", help="documents a forward pass (default: 32)")
+    text = "tokens of a text that is written, at most (default: 200)"
+    verb.add_argument("--max-new-tokens", type=int, default=200, metavar="N", help=text)
     arguments.add_weights_arguments(verb)
 
     verb = arguments.add_verb(verbs, evaluate, "eval")
@@ -82,7 +85,7 @@ def add_verbs(verbs: Any) -> None:
 def _add_field_arguments(verb: argparse.ArgumentParser) -> None:
     text = "the field that holds the text (default: that of the data of the run, or `text`)"
     verb.add_argument("--text-field", metavar="NAME", help=text)
-    text = "the field that holds the second text of a pair (default: that of the data of the run)"
+    text = "the field that holds the second text of a pair, or the target (default: that of the data of the run)"
     verb.add_argument("--pair-field", metavar="NAME", help=text)
 
 
@@ -119,8 +122,7 @@ def generate(parsed: argparse.Namespace) -> None:
     write = partial(print, end="", flush=True)
     options = SamplingOptions(parsed.max_new_tokens, parsed.temperature, parsed.top_k, parsed.top_p, parsed.seed)
     opened = _open(parsed)
-    opened.require_text()
-    if not parsed.chat:
+    if opened.writes_text and not parsed.chat:
         write(parsed.prompt)
     generate_text(opened, parsed.prompt, options, write, chat=parsed.chat)
     write("\n")
@@ -144,10 +146,11 @@ def chat(parsed: argparse.Namespace) -> None:
 
 
 def predict(parsed: argparse.Namespace) -> None:
-    """Predict the class, or number, of each document of a file."""
+    """Predict the class or number of each document of a file, tag its words, or write its target."""
     target = Path(parsed.output) if parsed.output is not None else None
-    if parsed.batch_size < 1:
-        raise RecipeError(f"--batch-size is {parsed.batch_size}; give 1 or more.")
+    for flag, number in (("batch-size", parsed.batch_size), ("max-new-tokens", parsed.max_new_tokens)):
+        if number < 1:
+            raise RecipeError(f"--{flag} is {number}; give 1 or more.")
     if target is not None:
         if target.suffix not in (".jsonl", ".csv"):
             raise RecipeError(f"--output {target} ends in '{target.suffix}'. Name a file that ends in .jsonl or .csv.")
@@ -156,24 +159,30 @@ def predict(parsed: argparse.Namespace) -> None:
         if target.exists() and target.resolve() == Path(parsed.file).resolve():
             raise RecipeError(f"--output {target} is the file that is read. Name another.")
     opened = _open(parsed, exact=True)
-    opened.require_labels()
-    names = None if opened.task.loss_and_numbers is not None else opened.class_names
+    opened.require_predictions()
+    writes, numbers = opened.task.paired, opened.task.loss_and_numbers is not None
+    names, key = None if writes or numbers else opened.class_names, "prediction" if writes else "number"
     from finetune.export import evaluate_files, predict_files
     from finetune.utils.atomic_files import write_text
 
     with evaluate_files.told_in_flags():
         recipe = evaluate_files.recipe_of(opened, [parsed.file], fields=_fields(parsed))
-        found = predict_files.predict_files(opened, recipe, parsed.batch_size)
+        found = predict_files.predict_files(opened, recipe, parsed.batch_size, parsed.max_new_tokens)
+        to_csv = target is not None and target.suffix == ".csv"
+        if opened.task.tagged:
+            written = (predict_files.span_csv_lines if to_csv else predict_files.span_json_lines)(found)
+        else:
+            written = (predict_files.csv_lines if to_csv else predict_files.json_lines)(found, names, key)
         if target is None:
-            sys.stdout.writelines(predict_files.json_lines(found, names))
+            sys.stdout.writelines(written)
             return
-        as_lines = predict_files.csv_lines if target.suffix == ".csv" else predict_files.json_lines
-        lines = list(as_lines(found, names))
+        lines = list(written)
     try:
         write_text(target, "".join(lines))
     except OSError as error:
         raise CheckpointError(f"--output {target} cannot be written: {error.strerror or error}.") from error
-    arguments.to_stderr(f"Written: {len(lines) - (target.suffix == '.csv'):,} documents into {target}.")
+    what = "spans" if to_csv and opened.task.tagged else "documents"
+    arguments.to_stderr(f"Written: {len(lines) - to_csv:,} {what} into {target}.")
 
 
 def _fields(parsed: argparse.Namespace) -> dict[str, str | None]:
@@ -205,9 +214,11 @@ def evaluate(parsed: argparse.Namespace) -> None:
     if "classes" in found:
         _print_classes(found)
         return
+    accuracy = f", accuracy {found['accuracy']:.4f}" if "accuracy" in found else ""
+    each = ", a document each" * (recipe.data.packing == "padded")
     print(
-        f"validation loss {found['loss']:.5f}, perplexity {found['perplexity']:.7g}, over {found['targets']:,} targets "
-        f"in rows of {recipe.data.sequence_length} tokens{', a document each' * (recipe.data.packing == 'padded')}"
+        f"validation loss {found['loss']:.5f}, perplexity {found['perplexity']:.7g}{accuracy}, over "
+        f"{found['targets']:,} targets in rows of {recipe.data.sequence_length} tokens{each}"
     )
 
 
@@ -215,11 +226,15 @@ def _print_classes(found: dict[str, Any]) -> None:
     from finetune.tasks.class_tables import classes_table, confusion_table
     from finetune.utils.console import plain_console, plain_table
 
-    print(
-        f"validation loss {found['loss']:.5f}, accuracy {found['accuracy']:.4f}, macro recall "
-        f"{found['recall_macro']:.4f}, macro F1 {found['f1_macro']:.4f}, over {found['targets']:,} documents"
-    )
-    for head, *rows in (classes_table(found["classes"]), confusion_table(found["confusions"], [*found["classes"]])):
+    known = {"accuracy": "accuracy", "recall_macro": "macro recall", "f1_macro": "macro F1"}
+    known |= {"precision": "precision", "recall": "recall", "f1": "F1"}
+    figures = ", ".join(f"{name} {found[key]:.4f}" for key, name in known.items() if key in found)
+    what = "documents" if "confusions" in found else "words"
+    print(f"validation loss {found['loss']:.5f}, {figures}, over {found['targets']:,} {what}")
+    tables = [classes_table(found["classes"])]
+    if "confusions" in found:
+        tables.append(confusion_table(found["confusions"], [*found["classes"]]))
+    for head, *rows in tables:
         table = plain_table(*head, right=tuple(head[1:]))
         for row in rows:
             table.add_row(*row)

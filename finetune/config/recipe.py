@@ -34,6 +34,8 @@ CLASS_METRICS = ("accuracy", "f1_macro")
 
 NUMBER_FIGURES = ("rmse", "pearson", "spearman")
 """Figures of tasks that predict numbers."""
+TAG_FIGURES = ("accuracy", "precision", "recall", "f1")
+"""Figures of tasks that tag words."""
 
 # Keys of earlier versions, and what to write instead.
 _RENAMED = {
@@ -56,6 +58,10 @@ class TaskTraits:
     """True if a row is one document with a class or a number."""
     numbers: bool = False
     """True if it is a number."""
+    paired: bool = False
+    """True if a row is a pair of texts, of which the second is the target."""
+    tagged: bool = False
+    """True if each word has a class."""
 
 
 class RecipeLoader(yaml.SafeLoader):
@@ -305,31 +311,36 @@ def source_conflicts(recipe: Recipe) -> Iterable[str]:
 
 def task_conflicts(recipe: Recipe, task: TaskTraits) -> Iterable[str]:
     """Yields problems between a recipe and its task."""
-    if task.labelled and recipe.data.packing != "padded":
-        yield f"data.packing: {recipe.task.name} reads one document a row; set `padded`"
+    if (task.labelled or task.paired) and recipe.data.packing != "padded":
+        yield f"data.packing: {recipe.task.name} reads one {'pair' if task.paired else 'document'} a row; set `padded`"
     if task.labelled and recipe.sample is not None:
         yield "sample: a classifier writes no text; remove the section"
     if task.labelled and recipe.chat is not None:
         yield "chat: a classifier reads no conversations; remove the section"
+    if task.paired and recipe.chat is not None:
+        yield f"chat: {recipe.task.name} reads pairs of texts, and no conversations; remove the section"
     sources = (*recipe.data.train, *recipe.data.validation)
     pairs = {source.pair_field is not None for source in sources}
-    if True in pairs and task.text:
+    if False in pairs and task.paired:
+        yield f"data: {recipe.task.name} learns to write a text; name its column in each source as `pair_field`"
+    elif True in pairs and (task.text or task.tagged) and not task.paired:
         yield f"data: `pair_field` of a source is for classifiers, and {recipe.task.name} reads one text; remove it"
     elif len(pairs) > 1:
         yield "data: some sources have a `pair_field` and some have none; give it for all, or for none"
     for key in ("class_weights", "num_labels") if task.numbers else ("class_weights",) if task.text else ():
         if getattr(recipe.task, key) is not None:
             yield f"task.{key}: {recipe.task.name} has no classes; remove it"
-    if task.numbers and recipe.eval.metrics:
-        yield f"eval.metrics: {recipe.task.name} always reports {', '.join(NUMBER_FIGURES)}, and no others; remove it"
+    fixed = NUMBER_FIGURES if task.numbers else TAG_FIGURES if task.tagged else ()
+    if fixed and recipe.eval.metrics:
+        yield f"eval.metrics: {recipe.task.name} always reports {', '.join(fixed)}, and no others; remove it"
     if recipe.task.class_weights is not None and recipe.task.loss is not None:
         yield "task.class_weights: your own `task.loss` weighs classes by itself; remove one of both"
     section, best_by = recipe.eval, recipe.checkpoint.keep_best_by
     both = task.text == task.labelled
-    tells_classes = task.labelled and not task.numbers
+    tells_classes = task.labelled and not fixed
     known = (*(TEXT_METRICS if both or task.text else ()), *(CLASS_METRICS if both or tells_classes else ()))
     own = [name for name in section.metrics if ":" in name]
-    for name in section.metrics if not task.numbers else ():
+    for name in section.metrics if not fixed else ():
         if name not in known and name not in own:
             yield (
                 f"eval.metrics: there is no metric '{name}'{hint(name, known)}; allowed are {', '.join(known)}, "
@@ -349,7 +360,8 @@ def task_conflicts(recipe: Recipe, task: TaskTraits) -> Iterable[str]:
     if section.patience is not None and section.every_steps is None:
         yield "eval.patience: nothing is evaluated before the end of the run; give `eval.every_steps`"
     if best_by is not None and not own and not both:
-        also = ("perplexity",) if task.text else NUMBER_FIGURES if task.numbers else ("accuracy", "recall_macro")
+        written = ("perplexity", "accuracy") if task.paired else ("perplexity",)
+        also = written if task.text else fixed or ("accuracy", "recall_macro")
         keys = [f"validation_{name}" for name in dict.fromkeys(("loss", *also, *section.metrics))]
         if ranking(best_by)[0] not in keys:
             yield (

@@ -51,7 +51,7 @@ class SampleSection(Section):
     short_for = "prompt"
 
     prompt: str = ""
-    """Beginning of the text; with a `chat` section, a message of the user."""
+    """Beginning of the text; with a `chat` section, a message of the user; for `seq2seq_lm` a source."""
     every_steps: Annotated[PositiveInt | None, "optimiser steps"] = None
     """Steps between samples during the run."""
     at_end: bool = True
@@ -168,8 +168,8 @@ class Source(Section):
     generates conversations, unless `format` is `text`."""
     path: PathText | None = None
     """A file, glob, or directory, with those below it: .txt (documents end with a line `<|endoftext|>`), .jsonl, .json,
-    .parquet, .csv, .tsv; or a directory written by `datasets`' `save_to_disk`. Relative paths count from the working
-    directory."""
+    .parquet, .csv, .tsv, .conll (a word and its tag a line); or a directory written by `datasets`' `save_to_disk`.
+    Relative paths count from the working directory."""
     hub: str | None = None
     """Name of a data set on the Hugging Face hub."""
     hub_config: str | None = None
@@ -179,17 +179,19 @@ class Source(Section):
     split: str = "train"
     """Split of a hub data set or of a saved `datasets` directory."""
     text_field: str = "text"
-    """Field that holds the text of a document."""
+    """Field that holds the text of a document; for `token_classification` its words, as a list."""
     pair_field: str | None = None
     """Field that holds a second text of each document, such as `hypothesis` beside `premise`: a classifier or
-    regression reads both as its tokenizer pairs them."""
+    regression reads both as its tokenizer pairs them; for `seq2seq_lm` the text that is to be written, such as
+    `summary`."""
     format: Literal["auto", "text", "messages", "sharegpt", "alpaca", "prompt", "pairs"] = "auto"
     """With a `chat` section: format of the conversations. `auto`: detected from the fields of the first record."""
     fields: dict[str, str] = Field(default_factory=dict)
     """With a `chat` section: paths of fields that the format does not find, such as `{user: instruction, assistant:
     instances.0.output}` or `{messages: chat.turns}`."""
     label_field: str = "label"
-    """Field that holds the class of a document, or its number for `regression`; other tasks do not read it."""
+    """Field that holds the class of a document, its number for `regression`, or for `token_classification` the class
+    of each word, as a list; other tasks do not read it."""
     weight: Annotated[PositiveFloat, "times an epoch"] = 1.0
     """Number of times that each document is used in an epoch: 2 repeats all, 0.5 keeps a fixed half (chosen by
     hash)."""
@@ -245,7 +247,8 @@ class DataSection(Section):
     every `sequence_length` tokens (pre-training); `padded`: one document in each row."""
     long_documents: Literal["split", "truncate", "drop"] = "split"
     """Documents longer than a row (with `documents` and `padded`): `split` continues them in another row, `truncate`
-    cuts off their end, `drop` leaves them out. The data report counts them."""
+    cuts off their end, `drop` leaves them out. The data report counts them. A source or target of `seq2seq_lm` loses
+    its end, unless `drop` leaves out its pair."""
     remainder: Literal["keep", "drop"] = "keep"
     """The last, incomplete row of a `wrapped` stream: padded, or left out."""
     last_batch: Literal["carry", "drop"] = "carry"
@@ -465,17 +468,19 @@ class TaskSection(Section):
     short_for = "name"
 
     name: PathText = "causal_lm"
-    """`causal_lm`, `sequence_classification`, `regression` (a number for each document), or your own as
+    """`causal_lm`, `sequence_classification`, `regression` (a number for each document), `token_classification` (a
+    class for each word), `seq2seq_lm` (a text from another one, by an encoder-decoder), or your own as
     `package.module:object` or `file.py:object`."""
     loss: PathText | None = None
     """Your own loss, named in the same way, in place of the task's: a function of network and batch that returns the
     sum over the batch's targets, a scalar in fp32."""
     num_labels: Annotated[PositiveInt | None, "classes"] = None
-    """Number of classes of `sequence_classification`. Left out: counted in the data."""
+    """Number of classes of `sequence_classification` or `token_classification`. Left out: counted in the data."""
     class_weights: Annotated[Literal["balanced"] | tuple[PositiveFloat, ...] | None, "factors"] = None
     """Factors of the losses of classes in training: one for each class in the order of their numbers, such as `[1.0,
     5.0]`, or `balanced`: rows / (classes x rows of the class), which makes all classes count alike. The weighted losses
-    are divided by the number of rows, not by the sum of weights. Evaluation is not weighted."""
+    are divided by the number of rows, not by the sum of weights. Where words have classes, words are counted in place
+    of rows. Evaluation is not weighted."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Arguments for a custom task."""
 

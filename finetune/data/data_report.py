@@ -27,6 +27,7 @@ COUNTED = {
     "empty": "empty documents",
     "over_long": "documents longer than a row",
     "truncated": "documents truncated",
+    "labels_cut": "words behind the end of a row, whose tags are lost",
     "dropped": "documents left out as too long",
     "remainder_rows": "incomplete rows left out",
     "overlap": "documents that are training documents too",
@@ -82,7 +83,7 @@ class SplitReport:
     """Tokens of these, begin and end of text included."""
     rows: int
     targets: int
-    """Inputs that carry a target; for classification the tokens that are read."""
+    """Inputs that carry a target; for classification the tokens that are read; of tagged words those with a tag."""
     useful_share: float
     """Places that hold an input with a token behind it / (`rows` x `sequence_length`)."""
     empty: int
@@ -111,7 +112,9 @@ class SplitReport:
     findings: tuple[Finding, ...] = ()
     """Signs that texts are not what was meant."""
     classes: dict[str, int] = field(default_factory=dict)
-    """Documents of each class, copies by weight counted; empty for other tasks."""
+    """Documents, or words, of each class, copies by weight counted; empty for other tasks."""
+    labels_cut: int = 0
+    """Labelled words behind the end of a row."""
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,8 @@ from finetune.utils.atomic_files import digest_of
 from finetune.utils.errors import DataError
 
 _HELD = "held.npy"
+# Counts of a `SplitReport` that come from making rows.
+_OF_ROWS = ("rows", "over_long", "truncated", "dropped", "remainder_rows", "labels_cut")
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,8 @@ def prepare_data(
     *,
     labelled: bool = False,
     numbers: bool = False,
+    targets: bool = False,
+    tagged: bool = False,
     known: KnownClasses | None = None,
     quiet: bool = False,
 ) -> PreparedData:
@@ -84,26 +88,37 @@ def prepare_data(
     there is a process group, so that nobody waits inside a collective.
 
     Args:
-        labelled: True if documents have classes or numbers.
+        labelled: True if documents have classes, numbers or tags.
         numbers: True if they have numbers.
+        targets: True if documents are pairs of a source and its target.
+        tagged: True if each word has a class of its own.
         known: The classes of the pretrained classifier that the recipe starts from, if it does.
         quiet: Show no progress and do not say when this process waits.
 
     Raises:
         DataError: If data or tokenizer cannot be used as the recipe says.
     """
-    return _Preparation(recipe, labelled, known, numbers=numbers, quiet=quiet).run()
+    kinds = {"numbers": numbers, "tagged": tagged, "targets": targets}
+    return _Preparation(recipe, labelled, known, quiet=quiet, **kinds).run()
 
 
 class _Preparation:
     """The steps for one recipe, with what they share."""
 
     def __init__(
-        self, recipe: Recipe, labelled: bool, known: KnownClasses | None, *, numbers: bool, quiet: bool
+        self,
+        recipe: Recipe,
+        labelled: bool,
+        known: KnownClasses | None,
+        *,
+        numbers: bool,
+        targets: bool,
+        tagged: bool,
+        quiet: bool,
     ) -> None:
         self._recipe, self._data, self._chat = recipe, recipe.data, recipe.chat
         self._labelled, self._known, self._quiet = labelled, known, quiet
-        self._numbers = numbers
+        self._numbers, self._tagged, self._targets = numbers, tagged, targets
         self._paired = any(source.pair_field is not None for source in (*recipe.data.train, *recipe.data.validation))
         self._cache = Cache(Path(recipe.data.cache_dir), quiet=quiet)
         self._reused = True
@@ -120,14 +135,19 @@ class _Preparation:
                     f"data.validation.{number}.weight is {source.weight:g}, but evaluation reads every document once. "
                     "Remove the weight; `limit` reads fewer documents."
                 )
+        if self._targets and not self._paired:
+            raise DataError("A target is learned for each text: name its column in each source as `pair_field`.")
         train_corpora = self._open("train")
         train_rules = self._rules(data.validation_fraction if data.train and not data.validation else 0.0)
         self._tokenizer = self._find_tokenizer(train_corpora, train_rules)
         self._num_ids = tokenizer.num_ids(self._tokenizer)
         self._identity = tokenizer.tokenizer_identity(self._tokenizer)
         self._encoder = self._find_encoder()
-        self._wrapping = tokenizer.Wrapping()
-        if self._labelled:
+        self._wrapping, self._target_wrapping = tokenizer.Wrapping(), None
+        if self._targets:
+            self._wrapping = tokenizer.wrapping_of(self._tokenizer)
+            self._target_wrapping = tokenizer.target_wrapping_of(self._tokenizer)
+        elif self._labelled:
             self._wrapping = (tokenizer.pairing_of if self._paired else tokenizer.wrapping_of)(self._tokenizer)
 
         sides: dict[str, _Side] = {}
@@ -192,14 +212,16 @@ class _Preparation:
             if self._chat is not None:
                 named = (source.format, source.fields, self._chat.roles, source.text_field)
                 form = RecordForm(*named, strip=self._data.strip, tolerance=self._tolerance, source=key)
-            corpora.append(open_source(source, labelled=self._labelled, form=form, key=key, numbers=self._numbers))
+            kinds = {"labelled": self._labelled, "numbers": self._numbers, "tagged": self._tagged}
+            kinds["target"] = self._targets
+            corpora.append(open_source(source, form=form, key=key, **kinds))
         return corpora
 
     def _rules(self, held_out: float) -> Rules:
         if self._chat is not None:
             # What is hashed and kept is JSON, and what is said in it stays as it is.
             return Rules(False, False, held_out, False)
-        return Rules(self._data.strip, self._data.lowercase, held_out, self._labelled, self._numbers)
+        return Rules(self._data.strip, self._data.lowercase, held_out, self._labelled, self._numbers, self._tagged)
 
     def _key(self, corpora: Sequence[Corpus], rules: Rules) -> dict[str, Any]:
         """Lists all that shapes the texts of some sources."""
@@ -251,7 +273,9 @@ class _Preparation:
 
     def _find_encoder(self) -> Encoder | ChatEncoder:
         if self._chat is None:
-            return Encoder(self._tokenizer, num_workers=self._data.num_workers, pairs=self._paired)
+            workers = self._data.num_workers
+            kinds = {"pairs": self._paired, "tagged": self._tagged, "targets": self._targets}
+            return Encoder(self._tokenizer, num_workers=workers, **kinds)
         template = find_template(self._tokenizer, self._chat.template, self._chat.template_args)
         if self._chat.template is not None:
             # What is trained is what the saved tokenizer writes.
@@ -267,9 +291,11 @@ class _Preparation:
 
     def _around(self) -> tuple[int | None, int | None]:
         """Tokens that go before and behind a document of plain text."""
-        # A classifier's special tokens go around the text when a batch is built, behind any truncation.
-        bos = self._tokenizer.bos_token_id if self._data.add_bos and not self._labelled else None
-        eos = self._tokenizer.eos_token_id if self._data.add_eos and not self._labelled else None
+        if self._labelled or self._targets:
+            # Special tokens go around the text when a batch is built, behind any truncation.
+            return None, None
+        bos = self._tokenizer.bos_token_id if self._data.add_bos else None
+        eos = self._tokenizer.eos_token_id if self._data.add_eos else None
         return bos, eos
 
     def _tokenise(self, corpora: Sequence[Corpus], rules: Rules) -> _Tokens:
@@ -305,7 +331,8 @@ class _Preparation:
 
     def _pack(self, tokens: _Tokens, side: str) -> _Side:
         data = self._data
-        special = self._wrapping.size
+        around = self._target_wrapping
+        special = max(self._wrapping.size, around.size if around is not None else 0)
         room = data.sequence_length - special
         if room < 1:
             raise DataError(
@@ -322,13 +349,19 @@ class _Preparation:
             "long_documents": None if data.packing == "wrapped" or self._labelled else data.long_documents,
             "remainder": data.remainder if data.packing == "wrapped" else None,
         }
+        if around is not None:
+            key["around"] = [self._wrapping, around]
         masked = self._chat is not None
         dtype = tokens.facts["dtype"]
-        parts = {"labelled": self._labelled, "masked": masked, "paired": self._paired}
+        parts = {"labelled": self._labelled, "masked": masked, "paired": self._paired, "tagged": self._tagged}
         file = token_files.TokenFile(tokens.folder, side, dtype, **parts)
 
         def build(folder: Path) -> dict[str, Any]:
-            if self._labelled:
+            if around is not None:
+                assert file.firsts is not None
+                rooms = (data.sequence_length - self._wrapping.size, data.sequence_length - around.size)
+                packed = packed_rows.pad_pairs(file.offsets, file.firsts, rooms, drop=data.long_documents == "drop")
+            elif self._labelled:
                 packed = packed_rows.pad_documents(file.offsets, room, "truncate", with_targets=False)
             elif data.packing == "wrapped":
                 keep = data.remainder == "keep"
@@ -337,7 +370,7 @@ class _Preparation:
                 packed = packed_rows.pad_documents(file.offsets, data.sequence_length, data.long_documents)
             else:
                 packed = packed_rows.pack_documents(file.offsets, data.sequence_length, data.long_documents)
-            return packed_rows.save_rows(packed, folder, file.mask)
+            return packed_rows.save_rows(packed, folder, file.mask, file.token_labels)
 
         digest = digest_of(key)
         return _Side(tokens, side, file, self._entry(f"rows-{digest}", build), digest)
@@ -345,14 +378,18 @@ class _Preparation:
     def _rows(self, side: _Side, classes: ClassList | None) -> TokenRows:
         file = side.file
         numbers: Int64s | npt.NDArray[np.float32] | None = None
-        if classes is not None:
+        label_classes: Int64s | None = None
+        if classes is not None and file.token_labels is not None:
+            labels = side.tokens.facts["labels"]
+            label_classes = np.append(classes.renumber(np.arange(len(labels)), labels), packed_rows.IGNORED)
+        elif classes is not None:
             assert file.labels is not None
             numbers = classes.renumber(file.labels, side.tokens.facts["labels"])
         elif self._numbers:
             assert file.labels is not None
             numbers = np.array(side.tokens.facts["labels"], np.float32)[file.labels]
         pairs = None
-        if file.firsts is not None:
+        if file.firsts is not None and not self._targets:
             # A row is one document of a classifier.
             pairs = np.stack([file.firsts, np.diff(file.offsets) - file.firsts], axis=1)
         return TokenRows(
@@ -364,9 +401,12 @@ class _Preparation:
             fixed=self._data.packing != "padded",
             classes=numbers,
             wrapping=self._wrapping,
+            target_wrapping=self._target_wrapping,
             pairs=pairs,
             mask=file.mask,
-            row_targets=map_array(side.packed.folder / packed_rows.ROW_TARGETS) if file.mask else None,
+            row_targets=map_array(side.packed.folder / packed_rows.ROW_TARGETS) if file.mask or self._tagged else None,
+            token_labels=file.token_labels,
+            label_classes=label_classes,
         )
 
     def _report(self, side: _Side, rows: TokenRows, classes: ClassList | None, train: _Side | None) -> SplitReport:
@@ -376,12 +416,11 @@ class _Preparation:
         if train is not None and train.tokens is not side.tokens:
             overlap = int(np.isin(side.file.digests, train.file.digests).sum())
         of_classes: dict[str, int] = {}
-        if classes is not None and rows.classes is not None:
-            documents = np.bincount(rows.classes.astype(np.int64), minlength=classes.count).tolist()
-            of_classes = dict(zip(classes.names, documents, strict=True))
+        if classes is not None:
+            of_classes = dict(zip(classes.names, rows.class_counts(classes.count).tolist(), strict=True))
         found = findings(counts["issues"])
         chat, eos = None, self._tokenizer.eos_token_id
-        wants_end = not self._labelled and (self._data.add_eos or self._chat is not None)
+        wants_end = self._targets or (not self._labelled and (self._data.add_eos or self._chat is not None))
         total, ended = counts["documents"], 0
         if counts["chat"]:
             said, name_of = counts["chat"], self._tokenizer.convert_ids_to_tokens
@@ -393,17 +432,23 @@ class _Preparation:
                 **{part.name: said[part.name] for part in fields(ChatReport) if part.name in said},
             )
         elif wants_end and eos is not None:
-            ended = total - made["truncated"]
+            # A target has its end even where it was truncated, as tokenizers do it.
+            ended = total if self._targets else total - made["truncated"]
         if wants_end and eos is None and ended < total:
             found = (Finding(NO_END, total - ended, total, counts["issues"]["first"]), *found)
         around = made["rows"] * self._wrapping.size
         places = made["rows"] * self._data.sequence_length
+        targets = made["targets"] + (0 if self._tagged else around)
+        if self._target_wrapping is not None:
+            around += made["rows"] * self._target_wrapping.size
+            places *= 2
+            targets = rows.num_targets(np.arange(len(rows)))
         # Records of a source belong to neither side before they are read: said once, with the training side.
         own = side.name == token_files.TRAIN
         # What was left out on purpose has no tokens either.
         left_out = chat.unsupervised + chat.too_long + chat.refused if chat else 0
         return SplitReport(
-            targets=made["targets"] + around,
+            targets=targets,
             useful_share=(made["pairs"] + around) / places if places else 0.0,
             empty=counts["empty"] + made["empty"] - left_out,
             sources=tuple(
@@ -425,7 +470,7 @@ class _Preparation:
             findings=found,
             classes=of_classes,
             **{name: counts[name] for name in ("documents", "tokens", "duplicates")},
-            **{name: made[name] for name in ("rows", "over_long", "truncated", "dropped", "remainder_rows")},
+            **{name: made.get(name, 0) for name in _OF_ROWS},
         )
 
 

@@ -22,7 +22,7 @@ from finetune.utils.errors import DataError
 _INDEX = "index.json"
 STATE = "state.json"
 """A build that leaves this file in its folder can continue with what is there."""
-STATE_VERSION = 4
+STATE_VERSION = 5
 """Version of that file, which has it as `version`, and of those that it is about."""
 # A check of less than this takes about a second, and a wait for one is not worth a word.
 _SAID_FROM = 10_000_000_000

@@ -73,11 +73,13 @@ def examples(
         return
     tells = "the class, which is learned, is" if label_names else "the number, which is learned, is"
     learned = tells if rows.classes is not None else "learned tokens are"
+    if rows.label_classes is not None:
+        learned = "tokens that begin a word have its tag behind them, which is learned, and are"
     yield Text(f"{_DIVIDED}; {learned} {'green' if coloured else 'in [brackets]'}")
-    for number, (ids, targets, label) in enumerate(itertools.islice(_documents(rows), count), start=1):
+    for number, (ids, targets, label) in enumerate(itertools.islice(_documents(rows, label_names), count), start=1):
         title = Text(f"\nexample {number}: {ids.size:,} tokens, ", style=bold)
         if label is None:
-            yield title.append(f"{int(targets.sum()):,} learned")
+            yield title.append(f"{np.count_nonzero(targets):,} learned")
         else:
             name = label_names[int(label)] if label_names else f"{label:g}"
             name = name if coloured else f"[{name}]"
@@ -91,13 +93,26 @@ def examples(
         yield _line(tokenizer, ids[-half:].tolist(), targets[-half:].tolist(), coloured=coloured)
 
 
-def _documents(rows: TokenRows) -> Iterator[tuple[Any, Any, float | None]]:
-    """Tokens of documents, which of them are targets as the batches have them, and class or number if there is one."""
+def _documents(rows: TokenRows, label_names: Sequence[str]) -> Iterator[tuple[Any, Any, float | None]]:
+    """Tokens of documents, which of them are targets as the batches have them, and class or number if there is one.
+
+    Where words are tagged, the tag of each token stands for whether it is a target: an empty text if it has none.
+    """
     for row in range(len(rows)):
         batch = {name: values[0].numpy() for name, values in rows.batch(np.array([row])).items()}
-        if rows.classes is not None:
+        if rows.classes is not None or rows.label_classes is not None:
             ids = batch["input_ids"][batch["attention_mask"] == 1]
+        if rows.label_classes is not None:
+            tags = batch["targets"][: ids.size].tolist()
+            yield ids, np.array(["" if tag == IGNORED else label_names[tag] for tag in tags]), None
+            continue
+        if rows.classes is not None:
             yield ids, np.full(ids.size, False), batch["targets"].item()
+            continue
+        if rows.target_wrapping is not None:
+            source, target = batch["input_ids"][batch["attention_mask"] == 1], batch["targets"]
+            target = target[target != IGNORED]
+            yield np.append(source, target), np.repeat([False, True], [source.size, target.size]), None
             continue
         begin = 0
         for segment in range(int(rows.packed.row_starts[row]), int(rows.packed.row_starts[row + 1])):
@@ -107,11 +122,12 @@ def _documents(rows: TokenRows) -> Iterator[tuple[Any, Any, float | None]]:
             begin += length
 
 
-def _line(tokenizer: Any, ids: list[int], targets: list[bool], *, coloured: bool) -> Text:
+def _line(tokenizer: Any, ids: list[int], targets: list[bool] | list[str], *, coloured: bool) -> Text:
     line = Text()
     for token, target in zip(ids, targets, strict=True):
         # As characters, not as the tokenizer's own spelling: `Ġ` and `Ċ` say nothing to people.
         piece = "".join(c if c.isprintable() else repr(c)[1:-1] for c in tokenizer.decode([token]))
+        piece += f"/{target}" if isinstance(target, str) and target else ""
         if coloured:
             line.append(piece, style=_LEARNED if target else _READ)
             line.append("|", style=_READ)

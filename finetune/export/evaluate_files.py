@@ -18,6 +18,7 @@ from finetune.data.rows.feed import evaluation_batches
 from finetune.export.load_model import LoadedModel
 from finetune.models import lora_adapters
 from finetune.tasks import causal_lm, metrics
+from finetune.tasks.task import Figures
 from finetune.utils.errors import DataError, RecipeError
 from finetune.utils.to_device import batch_to_device
 
@@ -45,7 +46,7 @@ def recipe_of(
         chat: They hold conversations, though it is no run that says so.
     """
     longest = min(_LONGEST, opened.longest or _LONGEST)
-    if opened.task.labelled:
+    if opened.task.labelled or opened.task.paired:
         # A row is as long as its document, and no longer.
         known = opened.longest or 0  # -1 where it is said to have no end
         longest = min(known if known > 0 else _LONGEST, opened.tokenizer.model_max_length)
@@ -65,7 +66,7 @@ def recipe_of(
         tree.setdefault("chat", {})
     origin |= {key: value for key, value in (fields or {}).items() if value is not None}
     tree["data"] |= {"train": [], "validation": [{**origin, "path": file} for file in files]}
-    if opened.task.labelled:
+    if opened.task.labelled or opened.task.paired:
         tree["data"]["packing"] = "padded"
     elif tree["data"].get("packing", "documents") == "documents":
         network = lora_adapters.transformer(opened.network)
@@ -94,9 +95,10 @@ def evaluate_files(
 ) -> dict[str, Any]:
     """Returns mean loss per target (nats) and number of targets of the recipe's validation files.
 
-    Of a language model `perplexity` is added; of a classifier `accuracy`, `recall_macro`, `f1_macro`, and `classes` and
-    `confusions` as `metrics.count_classes` and `metrics.count_confusions` give them; of regression the figures of
-    `metrics.compare_numbers`.
+    Of a language model `perplexity` is added, and of an encoder-decoder `accuracy` of its targets; of a classifier
+    `accuracy`, `recall_macro`, `f1_macro`, and `classes` and `confusions` as `metrics.count_classes` and
+    `metrics.count_confusions` give them; of tagged words `accuracy` and what the task makes of its counts; of
+    regression the figures of `metrics.compare_numbers`.
 
     Args:
         say: Hears what is evaluated, before that begins; a bar on a terminal shows how far it is.
@@ -110,11 +112,13 @@ def evaluate_files(
     if task.labelled and task.loss_and_numbers is None:
         known = KnownClasses(opened.class_names, f"the classifier {opened.home or opened.tokenizer_folder}")
     numbers = task.loss_and_numbers is not None
-    rows = prepare.prepare_data(recipe, labelled=task.labelled, numbers=numbers, known=known).validation
+    kinds = {"labelled": task.labelled, "numbers": numbers, "tagged": task.tagged, "targets": task.paired}
+    rows = prepare.prepare_data(recipe, known=known, **kinds).validation
     if rows is None:
         raise DataError("The files of --data hold no text to evaluate. Name others.")
-    loss, targets = 0.0, rows.num_targets(np.arange(len(rows)))
+    loss, hits, targets = 0.0, 0.0, rows.num_targets(np.arange(len(rows)))
     classes = torch.zeros(2, len(rows), dtype=torch.float64 if numbers else torch.int64)
+    counted: list[torch.Tensor] = []
     function = task.loss_and_numbers or task.loss_and_correct
     if task.labelled and function is None:
         raise RecipeError("--data: the run's task gives no class of each row (`loss_and_correct`), and no number.")
@@ -125,14 +129,28 @@ def evaluate_files(
             if task.labelled:
                 assert function is not None
                 found = function(opened.network, sent).cpu()
-                classes[:, share] = torch.stack([s.to(classes.dtype) for s in (found[-len(share) :], batch["targets"])])
                 loss += float(found[0].double())
+                if task.tagged:
+                    counted.append(found[1:].double())
+                    advance(share.size)
+                    continue
+                classes[:, share] = torch.stack([s.to(classes.dtype) for s in (found[-len(share) :], batch["targets"])])
+            elif task.paired and function is not None:
+                found = function(opened.network, sent).double()
+                loss, hits = loss + float(found[0]), hits + float(found[1])
             else:
                 loss += float(causal_lm.CAUSAL_LM.loss_sum(opened.network, sent).double())
             advance(share.size)
     mean = loss / max(1, targets)
     if not task.labelled:
-        return {"loss": mean, "perplexity": math.exp(min(mean, 700.0)), "targets": targets}
+        right = {"accuracy": hits / max(1, targets)} if task.paired else {}
+        return {"loss": mean, "perplexity": math.exp(min(mean, 700.0)), **right, "targets": targets}
+    if task.tagged:
+        hits, *summed = torch.stack(counted).sum(0).tolist()
+        found_of = task.figures_of_counts
+        told = found_of(summed, opened.class_names) if found_of is not None else Figures({}, {})
+        accuracy = hits / max(1, targets)
+        return {"loss": mean, "targets": targets, "accuracy": accuracy, **told.whole, "classes": told.classes}
     if numbers:
         return {"loss": mean, "targets": targets, **metrics.compare_numbers(classes)}
     counts = metrics.count_classes(classes, opened.class_names)

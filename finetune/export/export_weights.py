@@ -125,7 +125,7 @@ def export_weights(
                 say(line)
             model_card.write_model_card(staging, found, kind, proof, merge.base_folder(recipe), head)
             facts = {"run": str(found.run), "step": found.step, "as": kind, "proof": proof}
-            if not head.next_token and job.config.num_labels > 1:
+            if head.may_be_new and job.config.num_labels > 1:
                 facts["classes"] = [str(job.config.id2label[number]) for number in range(job.config.num_labels)]
             write_json(staging / "export.json", {**facts, "base": found.facts.get("base")})
             sync_files(staging)
@@ -206,7 +206,7 @@ def _write_adapter(job: _Export, staging: Path, say: Say) -> list[int]:
     config["base_model_name_or_path"] = section.name
     (staging / "adapter_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     stops: list[int] = []
-    if job.head.next_token:
+    if job.head.next_token or job.head.encodes:
         # peft takes the base's; this one is for people to give to `generate`, and for ours.
         try:
             generation = GenerationConfig.from_pretrained(str(section.name), revision=section.revision)
@@ -230,7 +230,7 @@ def _verify(job: _Export, staging: Path) -> list[str]:
     """Compares what was written with the network as it was trained, and returns the results for people."""
     recipe = job.recipe
     model = merge.build_trained(job.source, recipe, job.ready, quantised=False)
-    probe = verify_export.probe_network(model, job.ready, text=job.head.next_token)
+    probe = verify_export.probe_network(model, job.ready, job.head)
     adapter = job.kind == "adapter"
     if adapter:
         state = model.state_dict()
@@ -251,9 +251,9 @@ def _verify(job: _Export, staging: Path) -> list[str]:
         "base": recipe.model.name if adapter else None,
         "revision": recipe.model.revision,
         "trust_remote_code": recipe.model.trust_remote_code,
-        "num_labels": job.config.num_labels if adapter and not job.head.next_token else None,
+        "num_labels": job.config.num_labels if adapter and job.head.may_be_new else None,
         # Decoders classify at the last token that is no padding.
-        "pad_token_id": job.config.pad_token_id if adapter and not job.head.next_token else None,
+        "pad_token_id": job.config.pad_token_id if adapter and job.head.may_be_new else None,
         "dequantize": job.quantized == "stored",
     }
     if job.gguf is not None:

@@ -72,7 +72,7 @@ def generate_text(
     *,
     chat: bool = False,
 ) -> str:
-    """Continues a prompt, or answers it, and returns what was written.
+    """Continues a prompt, or answers it, or has an encoder-decoder read it; returns what was written.
 
     Args:
         prompt: A text, or the turns of a conversation.
@@ -83,17 +83,21 @@ def generate_text(
         DataError: If there is no chat template, or no room after the prompt.
         RecipeError: If the model writes no text.
     """
-    opened.require_text()
-    tokenizer = opened.tokenizer
-    if isinstance(prompt, str) and not chat:
+    encoded = opened.task.paired and isinstance(prompt, str) and not chat
+    if not encoded:
+        opened.require_text()
+    tokenizer, longest = opened.tokenizer, opened.longest
+    if isinstance(prompt, str) and encoded:
+        ids = prompts.source_tokens(tokenizer, prompt)
+    elif isinstance(prompt, str) and not chat:
         ids = prompts.text_tokens(tokenizer, prompt)
     else:
         ids = prompts.turn_tokens(tokenizer, prompt, opened.template_args)
-    room = options.max_new_tokens if opened.longest is None else min(options.max_new_tokens, opened.longest - len(ids))
-    if room < 1:
-        raise DataError(
-            f"The prompt has {len(ids)} tokens, and the model knows {opened.longest} positions. Shorten it."
-        )
+    # What is written behind an encoder has positions of its own.
+    taken = 0 if encoded else len(ids)
+    room = options.max_new_tokens if longest is None else min(options.max_new_tokens, longest - taken)
+    if room < 1 or (longest is not None and len(ids) > longest):
+        raise DataError(f"The prompt has {len(ids)} tokens, and the model knows {longest} positions. Shorten it.")
     network: Any = transformer(opened.network)
     sampled = options.temperature > 0
     stream = _Stream(tokenizer, write)
@@ -107,6 +111,7 @@ def generate_text(
             max_new_tokens=room,
             eos_token_id=prompts.stop_tokens(network.generation_config, tokenizer, opened.ends) or None,
             pad_token_id=next(token for token in paddings if token is not None),
+            decoder_start_token_id=prompts.decoder_start(network) if encoded else None,
             streamer=stream,
             # All are given: whatever the model's own generation config says of sampling must not mix in.
             do_sample=sampled,

@@ -14,14 +14,15 @@ from finetune.config import path_kinds
 from finetune.config.recipe_schema import Recipe
 from finetune.export import find_weights, merge
 from finetune.models import lora_adapters, pretrained_files, prompts
-from finetune.models.heads import NEXT_TOKEN
+from finetune.models.heads import NEXT_TOKEN, Head
 from finetune.tasks import causal_lm, classification, regression
 from finetune.tasks.task import Batch, Task, TaskData
 from finetune.tasks.task_lookup import built_in_task, named_task
 from finetune.utils import json_files
+from finetune.utils.compat.transformers_private import model_mapping
 from finetune.utils.errors import CheckpointError, RecipeError
 
-_NEITHER = "is no causal language model and no classifier of documents: it cannot be opened here."
+_NEITHER = "is no language model and no classifier of documents or words: it cannot be opened here."
 
 
 @dataclass(frozen=True)
@@ -58,24 +59,29 @@ class LoadedModel:
 
     @property
     def writes_text(self) -> bool:
-        """True if it scores the next token of each token."""
+        """True if it continues a text, for it scores the next token of each token."""
         return self.task.head is not None and self.task.head.next_token
 
     def require_text(self) -> None:
-        """Raises a `RecipeError` if it writes no text."""
+        """Raises a `RecipeError` if it continues no text."""
         if not self.writes_text:
-            raise RecipeError(
-                f"{self.home or self.tokenizer_folder} is no causal language model: it neither writes text nor has a "
-                "perplexity. `finetune predict` gives the classes of documents."
-            )
+            other = "neither writes text nor has a perplexity. `finetune predict` gives the classes of documents."
+            if self.task.paired:
+                other = "writes one text from another. `finetune generate` and `finetune predict` have it write."
+            raise RecipeError(f"{self.home or self.tokenizer_folder} is no causal language model: it {other}")
+
+    def require_predictions(self) -> None:
+        """Raises a `RecipeError` if it gives a document neither a class, nor a number, nor a text."""
+        if not self.task.paired:
+            self.require_labels()
 
     def require_labels(self) -> None:
-        """Raises a `RecipeError` if it gives a document neither one of several classes nor a number."""
+        """Raises a `RecipeError` if it gives neither a document nor its words one of several classes or a number."""
         place = self.home or self.tokenizer_folder
         if self.task.scores is None or not self.task.labelled:
             raise RecipeError(
-                f"{place} is no classifier of documents, and has no classes to predict. `finetune generate` writes "
-                "texts with a language model."
+                f"{place} is no classifier of documents or words, and has no classes to predict. `finetune generate` "
+                "writes texts with a language model."
             )
         config = lora_adapters.config_of(self.network)
         if config.problem_type == "multi_label_classification" or (
@@ -119,7 +125,7 @@ def load_model(
             on this machine does where its recipe says so.
 
     Raises:
-        FinetuneError: If there is nothing to open, or it is neither a causal language model nor a classifier.
+        FinetuneError: If there is nothing to open, or it is neither a language model nor a classifier.
     """
     place = Path(name)
     if find_weights.is_run(place):
@@ -155,7 +161,7 @@ def _load_run(place: Path, step: int | None, base: str | None, trusted: bool) ->
     found = find_weights.find_weights(place, step, runs=(SHIPPED, "task.name"), trusted=trusted)
     with found.held:
         task = named_task(found.recipe)
-        if task.head is None or not (task.head.next_token or task.scores is not None):
+        if task.head is None or not (task.text or task.scores is not None):
             raise RecipeError(
                 f"{place} (task {found.recipe.task.name}) is no causal language model: it neither writes text nor "
                 "gives classes (`scores` of a custom task)."
@@ -185,7 +191,7 @@ def _load_adapter(place: Path, base: str | None, dtype: torch.dtype | str, trust
     config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trusted)
     if task.labelled:
         names = _adapter_classes(place)
-        task = task if len(names) > 1 else regression.REGRESSION
+        task = regression.REGRESSION if len(names) == 1 and not task.tagged else task
         config.id2label, config.label2id = dict(enumerate(names)), {name: n for n, name in enumerate(names)}
     else:
         _task_of(config, name)
@@ -217,10 +223,20 @@ def _load_plain(
 def _task_of(config: Any, name: str) -> Task:
     """The task that a network of transformers is for."""
     kinds = config.architectures or []
-    task = built_in_task(lambda head: any(kind.endswith(head.auto_class.removeprefix("AutoModel")) for kind in kinds))
+
+    def fits(head: Head) -> bool:
+        if head.encodes:
+            # Each architecture has its own name for such networks.
+            network = model_mapping(head.auto).get(type(config), None)
+            return bool(getattr(config, "is_encoder_decoder", False)) and getattr(network, "__name__", None) in kinds
+        return any(kind.endswith(head.auto_class.removeprefix("AutoModel")) for kind in kinds)
+
+    task = built_in_task(fits)
     if task is None and any("Classification" in kind for kind in kinds):
         raise RecipeError(f"{name} ({', '.join(kinds)}) {_NEITHER}")
-    if task is not None and task.labelled and (config.num_labels == 1 or config.problem_type == "regression"):
+    if task is classification.SEQUENCE_CLASSIFICATION and (
+        config.num_labels == 1 or config.problem_type == "regression"
+    ):
         return regression.REGRESSION
     return task or causal_lm.CAUSAL_LM
 
@@ -246,7 +262,7 @@ def _tokenizer(folder: str, trusted: bool) -> Any:
 
 def _ready(opened: LoadedModel) -> LoadedModel:
     network = opened.network.to("cuda" if torch.cuda.is_available() else "cpu").eval().requires_grad_(False)
-    if opened.task.labelled:
+    if (opened.task.labelled and not opened.task.tagged) or opened.task.paired:
         classification.set_padding(lora_adapters.config_of(network), opened.tokenizer)
     inner = lora_adapters.transformer(network) if opened.writes_text else None
     if inner is not None:

@@ -1,4 +1,4 @@
-"""Classes of documents by an opened classifier."""
+"""Classes, numbers, spans of words or texts that an opened model gives for documents."""
 
 import csv
 import io
@@ -17,47 +17,81 @@ from finetune.data.sources.corpus import Chosen, Rules, choose_texts, open_sourc
 from finetune.data.tokenization import tokenizer
 from finetune.data.tokenization.tokenizer import Encoded, Encoder, batch_documents
 from finetune.export.load_model import LoadedModel
+from finetune.models import lora_adapters, prompts
+from finetune.tasks.tag_spans import TagScheme, list_spans
 from finetune.utils.to_device import batch_to_device
 
 
 class Prediction(NamedTuple):
-    """The class of a document, or its number; without tokens it has none."""
+    """The class of a document, its number, or the text that is written for it; without tokens it has none."""
 
     label: str | float | None
     probabilities: list[float]
-    """(C,), in the order of the classes; empty for a number, and where there is no text."""
+    """(C,), in the order of the classes; empty for a number or text, and where the document has no text."""
 
 
-def predict_files(opened: LoadedModel, recipe: Recipe, micro_size: int = 32) -> Iterator[Prediction]:
-    """Yields the class or number of each document of the recipe's validation sources, in their order.
+class SpanPrediction(NamedTuple):
+    """Some words of a document that are a name or a phrase, or one that has a part of speech."""
+
+    text: str
+    """The words, with a space between them."""
+    tag: str
+    start: int
+    """Number of its first word in the document, from 0."""
+    end: int
+    """One more than that of its last."""
+    probability: float
+    """Mean, over its words, of the probability of the class that a word is taken for."""
+
+
+def predict_files(
+    opened: LoadedModel, recipe: Recipe, micro_size: int = 32, max_new_tokens: int = 200
+) -> Iterator[Any]:
+    """Yields the class, number or text of each document of the recipe's validation sources, in their order.
+
+    Where words are tagged it is a list of `SpanPrediction`, else a `Prediction`.
 
     Texts become rows as an evaluation makes them, so that the classes are those that it counts.
 
     Args:
         recipe: See `evaluate_files.recipe_of`.
         micro_size: Documents in a forward pass; it does not change the result.
+        max_new_tokens: The most tokens of a text that is written.
 
     Raises:
         DataError: If a source cannot be read.
     """
-    opened.require_labels()
-    data, names = recipe.data, opened.class_names
-    corpora = [open_source(source, labelled=False) for source in data.validation]
-    rules = Rules(data.strip, data.lowercase, 0.0, False)
-    pairs = any(source.pair_field is not None for source in data.validation)
-    encoder = Encoder(opened.tokenizer, num_workers=data.num_workers, pairs=pairs)
+    opened.require_predictions()
+    data, writes, tagged = recipe.data, opened.task.paired, opened.task.tagged
+    names = () if writes else opened.class_names
+    # A target is what is asked for.
+    sources = [source.model_copy(update={"pair_field": None}) if writes else source for source in data.validation]
+    corpora = [open_source(source, labelled=False, tagged=tagged) for source in sources]
+    rules = Rules(data.strip, data.lowercase, 0.0, False, tagged=tagged)
+    pairs = any(source.pair_field is not None for source in sources)
+    encoder = Encoder(opened.tokenizer, num_workers=data.num_workers, pairs=pairs, tagged=tagged)
     wrapping = (tokenizer.pairing_of if pairs else tokenizer.wrapping_of)(opened.tokenizer)
     with documents_bar("predicting", [corpus.size for corpus in corpora], quiet=False) as bar:
-        before = empty = 0
+        before = empty = untagged = 0
         for corpus in corpora:
             batch: Sequence[Chosen]
             for batch, encoded in encoder.encode_all(batch_documents(choose_texts(corpus, rules))):
                 rows = _rows(encoded, recipe, wrapping, tokenizer.padding_id(opened.tokenizer))
-                found = iter(_scores(opened, rows, micro_size))
-                for length in encoded.lengths.tolist():
-                    scores = next(found) if length else None
-                    if scores is None:
-                        yield Prediction(None, [])
+                found: Iterator[Any] = iter(
+                    _texts(opened, rows, micro_size, max_new_tokens) if writes else _scores(opened, rows, micro_size)
+                )
+                starts = np.cumsum(encoded.lengths) - encoded.lengths
+                for item, length, start in zip(batch, encoded.lengths.tolist(), starts.tolist(), strict=True):
+                    scores: Any = next(found) if length else None
+                    if encoded.words is not None:
+                        words = json.loads(item.text) if item.text else []
+                        begun = encoded.words[start : start + length]
+                        places = begun[begun >= 0][: 0 if scores is None else len(scores)].tolist()
+                        untagged += len(words) - len(places)
+                        yield _spans(words, places, scores, names) if scores is not None else []
+                        continue
+                    if scores is None or isinstance(scores, str):
+                        yield Prediction(scores, [])
                     elif opened.task.loss_and_numbers is not None:
                         yield Prediction(float(scores), [])
                     else:
@@ -65,6 +99,8 @@ def predict_files(opened: LoadedModel, recipe: Recipe, micro_size: int = 32) -> 
                 empty += int((encoded.lengths == 0).sum())
                 bar.advance(len(batch), before + batch[-1].read)
             before += corpus.size or 0
+        if untagged:
+            bar.say(f"Words that get no tag, since they lie behind the end of a row or have no token: {untagged:,}.")
         if empty:
             bar.say(f"Documents without text, which get nothing: {empty:,}.")
 
@@ -75,7 +111,7 @@ def _rows(encoded: Encoded, recipe: Recipe, wrapping: tokenizer.Wrapping, paddin
     if encoded.firsts is not None:
         pairs = np.stack([encoded.firsts, lengths - encoded.firsts], axis=1)[lengths > 0]
     offsets = np.concatenate([np.array([0], np.int64), np.cumsum(lengths)])
-    length = recipe.data.sequence_length
+    length, words = recipe.data.sequence_length, encoded.words
     return TokenRows(
         tokens=encoded.numbers,
         packed=packed_rows.pad_documents(offsets, length - wrapping.size, "truncate", with_targets=False),
@@ -85,48 +121,109 @@ def _rows(encoded: Encoded, recipe: Recipe, wrapping: tokenizer.Wrapping, paddin
         fixed=False,
         wrapping=wrapping,
         pairs=pairs,
-        classes=np.zeros(int((lengths > 0).sum()), np.int64),
+        classes=np.zeros(int((lengths > 0).sum()), np.int64) if words is None else None,
+        # All words are of one class: that they have one says where they begin.
+        token_labels=np.minimum(words, 0) if words is not None else None,
+        label_classes=np.array([0, packed_rows.IGNORED]) if words is not None else None,
     )
 
 
 @torch.no_grad()
-def _scores(opened: LoadedModel, rows: TokenRows, micro_size: int) -> torch.Tensor:
-    """Scores of the classes, (rows, C), or numbers, (rows, 1); rows of like lengths are computed together."""
+def _scores(opened: LoadedModel, rows: TokenRows, micro_size: int) -> list[torch.Tensor]:
+    """Scores of the classes of each row, (C,), or of each of its words, (words, C), or its number, (1,).
+
+    Rows of like lengths are computed together.
+    """
     scores = opened.task.scores
     assert scores is not None
-    found = torch.zeros(len(rows), len(opened.class_names))
+    found = [torch.empty(0)] * len(rows)
     order = rows.longest() if len(rows) else np.array([], np.int64)
     for start in range(0, len(rows), micro_size):
         share = order[start : start + micro_size]
-        batch = batch_to_device(rows.batch(share), opened.device)
-        found[share] = opened.scores(batch, scores).cpu()
+        batch = rows.batch(share)
+        given = opened.scores(batch_to_device(batch, opened.device), scores).cpu()
+        for place, row in enumerate(share.tolist()):
+            of_words = batch["targets"][place] != packed_rows.IGNORED
+            found[row] = given[place][of_words] if opened.task.tagged else given[place]
     return found
 
 
-def json_lines(predictions: Iterable[Prediction], names: Sequence[str] | None) -> Iterator[str]:
+def _spans(words: list[str], places: list[int], scores: torch.Tensor, names: Sequence[str]) -> list[SpanPrediction]:
+    """The spans of a document.
+
+    Args:
+        places: Numbers of the words that have scores.
+        scores: Of the classes, (places, C).
+    """
+    likely, classes = scores.softmax(-1).max(-1)
+    found = []
+    for first, end, tag in list_spans(classes.tolist(), TagScheme.of(names)):
+        start, behind = places[first], places[end - 1] + 1
+        text = " ".join(words[start:behind])
+        found.append(SpanPrediction(text, tag, start, behind, float(likely[first:end].mean())))
+    return found
+
+
+@torch.no_grad()
+def _texts(opened: LoadedModel, rows: TokenRows, micro_size: int, max_new_tokens: int) -> list[str]:
+    """Texts that are written for the rows, as the model's own generation config says."""
+    network: Any = lora_adapters.transformer(opened.network)
+    found = [""] * len(rows)
+    order = rows.longest() if len(rows) else np.array([], np.int64)
+    stops = prompts.stop_tokens(network.generation_config, opened.tokenizer, opened.ends) or None
+    room, begin = min(max_new_tokens, opened.longest or max_new_tokens), prompts.decoder_start(network)
+    torch.manual_seed(0)  # where it samples
+    for start in range(0, len(rows), micro_size):
+        share = order[start : start + micro_size]
+        batch = batch_to_device(rows.batch(share), opened.device)
+        inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        written = network.generate(**inputs, max_new_tokens=room, eos_token_id=stops, decoder_start_token_id=begin)
+        texts = opened.tokenizer.batch_decode(written, skip_special_tokens=True)
+        for row, text in zip(share.tolist(), texts, strict=True):
+            found[row] = text.strip()
+    return found
+
+
+def json_lines(predictions: Iterable[Prediction], names: Sequence[str] | None, key: str = "number") -> Iterator[str]:
     """Yields a line of JSON for each document.
 
     Args:
-        names: Classes in order of their numbers; None where numbers are predicted.
+        names: Classes in order of their numbers; None where numbers or texts are predicted.
+        key: What these are called.
     """
     for label, shares in predictions:
         found: dict[str, Any]
         if names is None:
-            found = {"number": None if label is None else _rounded(label)}
+            found = {key: None if label is None else _rounded(label)}
         else:
             probabilities = dict(zip(names, map(_rounded, shares), strict=True)) if shares else None
             found = {"label": label, "probabilities": probabilities}
         yield json.dumps(found, ensure_ascii=False) + "\n"
 
 
-def csv_lines(predictions: Iterable[Prediction], names: Sequence[str] | None) -> Iterator[str]:
+def csv_lines(predictions: Iterable[Prediction], names: Sequence[str] | None, key: str = "number") -> Iterator[str]:
     """Yields a head, and a line of CSV for each document; see `json_lines`."""
-    yield _csv_line(["number"] if names is None else ["label", *(f"probability_{name}" for name in names)])
+    yield _csv_line([key] if names is None else ["label", *(f"probability_{name}" for name in names)])
     for label, shares in predictions:
         if names is None:
             yield _csv_line(["" if label is None else _rounded(label)])
         else:
             yield _csv_line([label, *map(_rounded, shares)] if shares else [""] * (len(names) + 1))
+
+
+def span_json_lines(documents: Iterable[Sequence[SpanPrediction]]) -> Iterator[str]:
+    """Yields a line of JSON for each document."""
+    for spans in documents:
+        found = [{**span._asdict(), "probability": _rounded(span.probability)} for span in spans]
+        yield json.dumps({"spans": found}, ensure_ascii=False) + "\n"
+
+
+def span_csv_lines(documents: Iterable[Sequence[SpanPrediction]]) -> Iterator[str]:
+    """Yields a head, and a line of CSV for each span, behind the number of its document, from 0."""
+    yield _csv_line(["document", *SpanPrediction._fields])
+    for number, spans in enumerate(documents):
+        for span in spans:
+            yield _csv_line([number, *span[:-1], _rounded(span.probability)])
 
 
 def _csv_line(cells: Sequence[Any]) -> str:
@@ -135,5 +232,5 @@ def _csv_line(cells: Sequence[Any]) -> str:
     return text.getvalue()
 
 
-def _rounded(value: Any) -> float:
-    return float(f"{value:.6g}")
+def _rounded(value: Any) -> str | float:
+    return value if isinstance(value, str) else float(f"{value:.6g}")

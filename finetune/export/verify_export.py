@@ -21,6 +21,7 @@ from torch import nn
 
 from finetune.export import fresh_process
 from finetune.models import lora_adapters
+from finetune.models.heads import Head
 from finetune.tasks import classification
 from finetune.tasks.task import TaskData
 from finetune.utils import json_files
@@ -174,12 +175,9 @@ class Probe:
     """Largest difference that the adapters make to a logit of the base."""
 
 
-def probe_network(network: nn.Module, ready: TaskData, *, text: bool) -> Probe:
-    """Runs the trained network on fixed tokens and on some validation rows.
-
-    Args:
-        text: True if the network writes text.
-    """
+def probe_network(network: nn.Module, ready: TaskData, head: Head) -> Probe:
+    """Runs the trained network on fixed tokens and on some validation rows."""
+    text = head.next_token
     generator = torch.Generator().manual_seed(0)
     # Without padding tokens, classifiers of some architectures take single rows only.
     config = lora_adapters.config_of(network).get_text_config()
@@ -188,6 +186,9 @@ def probe_network(network: nn.Module, ready: TaskData, *, text: bool) -> Probe:
     inputs = {"input_ids": torch.randint(0, config.vocab_size, shape, generator=generator)}
     if not text:
         inputs["attention_mask"] = torch.ones(shape, dtype=torch.int64)
+    if head.encodes:
+        # transformers itself makes the decoder's inputs of them.
+        inputs["labels"] = torch.randint(0, config.vocab_size, shape, generator=generator)
     rows = ready.validation if ready.validation is not None else ready.train
     options = {"use_cache": False} if text else {}
     logits = fresh_process.compute_logits(network, inputs, options)
@@ -198,6 +199,8 @@ def probe_network(network: nn.Module, ready: TaskData, *, text: bool) -> Probe:
         if not text:
             # The loss that is compared is without weights.
             batch = {**classification.network_inputs(network, batch), "targets": batch["targets"]}
+        if head.encodes:
+            batch["labels"] = batch["targets"].clone()
         tensors |= {f"row{row}.{name}": t.contiguous() for name, t in batch.items()}
     moved = None
     adapted: Any = network

@@ -70,11 +70,11 @@ def check_convertible(config: PretrainedConfig, tokenizer: Any, run: Path, *, te
     """Raises a `RecipeError` with the commands of llama.cpp for a network or tokenizer that is not written here.
 
     Args:
-        text: True if the network writes text.
+        text: True if the network continues a text.
     """
     try:
         if not text:
-            raise ValueError("As GGUF, models are written here that write text, and this one does not.")
+            raise ValueError("As GGUF, models are written here that continue a text, and this one does not.")
         _check_network(config)
         split_of(tokenizer)
     except ValueError as error:

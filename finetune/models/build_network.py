@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -176,7 +176,7 @@ def _pretrained(
             head.auto,
             str(section.name),
             config,
-            new_head=not head.next_token,
+            new_head=head.may_be_new,
             revision=section.revision,
             trust_remote_code=section.trust_remote_code,
             attn_implementation=kernel,
@@ -198,9 +198,13 @@ def _naming(key: str, problem: str) -> Iterator[None]:
 def build_meta_model(config: PretrainedConfig, head: Head, recipe: Recipe) -> nn.Module:
     """Returns the network on the meta device, with the recipe's adapters: to count, or to fill."""
     with torch.device("meta"):
-        network: nn.Module = head.auto.from_config(
+        network: Any = head.auto.from_config(
             config, dtype=torch.float32, trust_remote_code=recipe.model.trust_remote_code
         )
+        if head.encodes and recipe.model.name is not None:
+            with suppress(OSError):  # a hub's model of which only the configuration is here
+                folder = pretrained_files.weights_folder(recipe.model.name, recipe.model.revision)
+                pretrained_files.keep_apart(network, folder)
         if recipe.model.freeze is not None:
             frozen_weights.freeze_modules(network, recipe.model.freeze)
         return lora_adapters.attach(network, recipe, head)

@@ -17,8 +17,14 @@ class Head:
     pipeline_tag: str
     """The hub's word for what such networks are used for."""
     next_token: bool = False
-    """True if it scores the token behind each one, as networks are pretrained to, and can compute its loss in chunks.
-    Any other head may be new beside pretrained weights, and is then trained whole."""
+    """True if it scores the token behind each one, and can compute its loss in chunks."""
+    encodes: bool = False
+    """True if its networks read one text, by an encoder, and write another one."""
+
+    @property
+    def may_be_new(self) -> bool:
+        """True if pretrained files may lack it, as none do that write text; such a head is trained whole."""
+        return not (self.next_token or self.encodes)
 
     @property
     def auto(self) -> Any:

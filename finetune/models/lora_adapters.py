@@ -253,7 +253,7 @@ def _choose_modules(network: PreTrainedModel, section: LoraSection, head: Head |
             f"lora.save_modules: {' and '.join(ends)} of this {kind} are one weight (tie_word_embeddings), which a "
             "copy of one of them would part. Leave them out, or train all weights (no lora section)."
         )
-    if head is not None and not head.next_token and body is not network:
+    if head is not None and head.may_be_new and body is not network:
         # What a task's head adds to the pretrained body.
         added = [name for name, part in network.named_children() if part is not body and name in modules]
         saved += [name for name in added if name not in saved]

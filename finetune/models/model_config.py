@@ -28,12 +28,14 @@ def resolve_model_config(
     vocab_size: int | None = None,
     num_labels: int | None = None,
     label_names: tuple[str, ...] = (),
+    advice: str = "",
 ) -> PretrainedConfig:
     """Returns the network's configuration, checked against tokenizer and sequence length.
 
     Args:
         tokenizer: Source of special token ids and the vocabulary size; None while nothing is loaded.
         vocab_size: Stands in for a tokenizer that does not exist yet.
+        advice: What else to change where the network is an encoder-decoder and should not be.
 
     Raises:
         RecipeError: If there is no such model, or it is too small for the tokenizer or the rows.
@@ -51,8 +53,14 @@ def resolve_model_config(
     if head.next_token and getattr(config, "is_encoder_decoder", False):
         raise RecipeError(
             f"model: {config.model_type} is an encoder-decoder model, which writes a text from another one; task "
-            f"`{recipe.task.name}` trains decoders, which continue a text. Name a decoder-only model, such as llama, "
-            "qwen3 or gpt2 (`finetune docs architectures` lists those that were tried)."
+            f"`{recipe.task.name}` trains decoders, which continue a text. {advice}Name a decoder-only model, such as "
+            "llama, qwen3 or gpt2 (`finetune docs architectures` lists those that were tried)."
+        )
+    if head.encodes and not getattr(config, "is_encoder_decoder", False):
+        raise RecipeError(
+            f"model: {config.model_type} is no encoder-decoder model; task `{recipe.task.name}` trains a network to "
+            "write one text from another, which its encoder reads. Name an encoder-decoder model, such as t5, bart or "
+            "marian, or leave `task` out to train a decoder."
         )
     own_code = section.trust_remote_code and getattr(config, "auto_map", None)
     if type(config) not in model_mapping(head.auto) and not own_code:
@@ -60,7 +68,7 @@ def resolve_model_config(
             f"model: transformers has no {recipe.task.name} network of a {config.model_type} model. Name a model of "
             "another architecture (`finetune docs architectures` lists language models that were tried)."
         )
-    if section.name is not None:
+    if section.name is not None and not head.encodes:
         _untie_embeddings(config, section, head)
     text = config.get_text_config()
     length, trained = recipe.data.sequence_length, getattr(text, "max_position_embeddings", None)

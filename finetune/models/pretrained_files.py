@@ -1,7 +1,7 @@
 """The files of a pretrained model: where they lie, in which dtype, and whether they hold all of a network."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import PretrainedConfig, PreTrainedModel
 
 from finetune.utils import json_files
-from finetune.utils.compat.transformers_private import tied_names
+from finetune.utils.compat.transformers_private import tied_names, untie
 from finetune.utils.errors import RecipeError
 from finetune.utils.file_formats import format_of
 
@@ -132,6 +132,7 @@ def load_pretrained(
         lines.append(f"weights: {folder} has no head for this task, its {len(drawn)} tensors are new: {_some(drawn)}")
     if pair := untied_tensors(folder, type(config).from_pretrained(folder), type(network)):
         lines.append(f"weights: {pair[0]} and {pair[1]} of {folder} differ, and are trained as two tensors")
+    keep_apart(network, folder)
     left_out = told["unexpected_keys"]
     if left_out:
         lines.append(f"weights: the network does not use {len(left_out)} tensors of {folder}: {_some(left_out)}")
@@ -195,8 +196,24 @@ def weights_folder(name: str, revision: str | None) -> Path:
 
 def untied_tensors(folder: Path, config: PretrainedConfig, network_class: Any) -> tuple[str, str] | None:
     """Returns two tensors of a folder that a configuration says are one, and that are not equal; None without."""
+    return next((pair for _, pair in _untied_pairs(folder, config, network_class)), None)
+
+
+def keep_apart(network: PreTrainedModel, folder: Path) -> None:
+    """Has a network keep tensors apart that its class ties, and that differ in its files.
+
+    T5's classes tie two embeddings and the head to one tensor, whatever config.json says; in the files of T5 1.1,
+    Flan-T5 and mT5 the head is another. transformers sees that in the values, and forgets it where ties are made anew.
+    """
+    names = [name for name, _ in _untied_pairs(folder, network.config, type(network))]
+    if names:
+        untie(network, names)
+
+
+def _untied_pairs(folder: Path, config: PretrainedConfig, network_class: Any) -> Iterator[tuple[str, tuple[str, str]]]:
+    """Yields the name of a tied tensor in the network, with two names in the files, where what they hold differs."""
     if not any(getattr(part, "tie_word_embeddings", False) for part in (config, config.get_text_config())):
-        return None
+        return
     places = {name: file for file in weight_files(folder) for name in _dtypes(file)}
     for pair in tied_names(network_class).items():
         # Names in files may have another prefix than those of the network.
@@ -205,8 +222,7 @@ def untied_tensors(folder: Path, config: PretrainedConfig, network_class: Any) -
         if all(len(names) == 1 for names in found):
             (one,), (other,) = found
             if not torch.equal(_read(places[one], one), _read(places[other], other)):
-                return one, other
-    return None
+                yield pair[0], (one, other)
 
 
 def _other_network(network: PreTrainedModel, auto: Any, trusted: bool) -> str | None:

@@ -35,6 +35,26 @@ def text_tokens(tokenizer: Any, prompt: str) -> list[int]:
     return ids
 
 
+def source_tokens(tokenizer: Any, source: str) -> list[int]:
+    """Returns tokens of a text that an encoder reads, with those that the tokenizer puts around it.
+
+    Raises:
+        DataError: If it is empty.
+    """
+    if not source.strip():
+        raise DataError(
+            "The prompt is empty, and an encoder needs a text to read. Give one (sample.prompt, or --prompt)."
+        )
+    ids: list[int] = tokenizer(source)["input_ids"]
+    return ids
+
+
+def decoder_start(network: Any) -> int:
+    """Returns the token that an encoder-decoder's decoder begins with."""
+    start = network.generation_config.decoder_start_token_id
+    return int(network.config.decoder_start_token_id if start is None else start)
+
+
 def turn_tokens(tokenizer: Any, turns: str | Sequence[Turn], variables: Mapping[str, Any]) -> list[int]:
     """Returns tokens of a conversation in the chat template, up to where the next answer begins.
 

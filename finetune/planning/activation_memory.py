@@ -84,8 +84,10 @@ class Shape:
 
 
 def shape_of(variant: Variant) -> Shape | None:
-    """Returns the sizes of a variant's network; None if it does not say that it is a transformer."""
+    """Returns the sizes of a variant's network; None if it is no stack of a transformer's layers, or of two kinds."""
     config: Any = variant.config.get_text_config() if variant.config is not None else None
+    if getattr(variant.config, "is_encoder_decoder", False):
+        return None
     each = flops.layers_of(config)
     heads = max((int(getattr(layer, "num_attention_heads", None) or 0) for layer in each), default=0)
     if not heads:
@@ -122,7 +124,7 @@ def _inner(config: Any, width: int) -> int:
 def predict_activations(
     variant: Variant, setting: StepSetting, *, whole: bool = False, device: Device = "cuda"
 ) -> Activations | None:
-    """Predicts what a micro-batch keeps; None if the network does not say that it is a transformer.
+    """Predicts what a micro-batch keeps; None if the network does not say that it is a transformer of one stack.
 
     Args:
         whole: True if linear modules keep their inputs as they are given; see `Share.keeps_inputs`.

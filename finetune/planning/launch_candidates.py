@@ -105,6 +105,9 @@ def assess_candidate(
     memory = state_memory(share, variant.state_bytes)
     resting = resting_places(launch, share, memory)
     parts, known = peak_memory(launch, variant, share, memory, setting, accumulation, device)
+    uncounted = "the network does not say that it is a transformer"
+    if getattr(variant.config, "is_encoder_decoder", False):
+        uncounted = "the formulas are for one stack of layers; `--trace` counts those of an encoder-decoder"
     made = replace(
         blank,
         memory=memory,
@@ -113,7 +116,7 @@ def assess_candidate(
         disk=resting["disk"],
         accumulation=accumulation,
         margin=MARGIN if known and {"gate_proj", "q_proj"} <= variant.names else COARSE,
-        reason="" if known else "activations are not counted: the network does not say that it is a transformer",
+        reason="" if known else f"activations are not counted: {uncounted}",
     )
     capacity = gpu.memory_gib * 2**30
     verdict: Verdict = "fits" if made.needed <= capacity else "tight" if made.peak + OVERHEAD <= capacity else "no"

@@ -16,13 +16,17 @@ from finetune.distributed.strategies import sequence
 from finetune.models import attention, chunked_loss, lora_adapters
 from finetune.models.heads import NEXT_TOKEN
 from finetune.models.model_config import resolve_model_config
+from finetune.tasks import seq2seq
 from finetune.tasks.task import Batch, TaskData
 from finetune.tasks.task_parts import build_task_data, transformers_task
 
 
 def _build_config(recipe: Recipe, ready: TaskData | None) -> PretrainedConfig:
     tokenizer = ready.tokenizer if ready else None
-    return resolve_model_config(recipe, tokenizer=tokenizer, vocab_size=recipe.tokenizer.vocab_size)
+    size = recipe.tokenizer.vocab_size
+    return resolve_model_config(
+        recipe, tokenizer=tokenizer, vocab_size=size, advice=f"Set task.name to `{seq2seq.NAME}`. "
+    )
 
 
 def causal_lm_logits(network: nn.Module, batch: Batch) -> torch.Tensor:

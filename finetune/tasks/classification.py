@@ -35,18 +35,27 @@ def _num_labels(recipe: Recipe, ready: TaskData | None) -> int:
 
 
 def _build_config(recipe: Recipe, ready: TaskData | None) -> PretrainedConfig:
-    tokenizer, num_labels = ready.tokenizer if ready else None, _num_labels(recipe, ready)
-    config = resolve_model_config(
+    config = class_config(recipe, ready, HEAD)
+    if ready is not None and ready.tokenizer is not None:
+        set_padding(config, ready.tokenizer)
+    return config
+
+
+def class_config(recipe: Recipe, ready: TaskData | None, head: Head) -> PretrainedConfig:
+    """Returns the configuration of a network with a head for the data's classes, by their names.
+
+    Raises:
+        RecipeError: If the recipe's model cannot have it, or the number of classes is not known.
+    """
+    num_labels = _num_labels(recipe, ready)
+    return resolve_model_config(
         recipe,
-        HEAD,
-        tokenizer=tokenizer,
+        head,
+        tokenizer=ready.tokenizer if ready else None,
         vocab_size=recipe.tokenizer.vocab_size,
         num_labels=num_labels,
         label_names=ready.label_names if ready and len(ready.label_names) == num_labels else (),
     )
-    if tokenizer is not None:
-        set_padding(config, tokenizer)
-    return config
 
 
 def set_padding(config: PretrainedConfig, tokenizer: Any) -> None:
@@ -68,8 +77,8 @@ def set_padding(config: PretrainedConfig, tokenizer: Any) -> None:
         )
 
 
-def _class_scores(network: nn.Module, batch: Batch) -> torch.Tensor:
-    """Scores of the classes, (B, C), in fp32."""
+def class_scores(network: nn.Module, batch: Batch) -> torch.Tensor:
+    """Scores of the classes, (B, C), or of those of each token, (B, L, C), in fp32."""
     return network(**network_inputs(network, batch)).logits.float()  # type: ignore[no-any-return]
 
 
@@ -85,19 +94,21 @@ def network_inputs(network: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
 
 
 def _loss_sum(network: nn.Module, batch: Batch) -> torch.Tensor:
-    return _class_loss(_class_scores(network, batch), batch)
+    return class_loss(class_scores(network, batch), batch)
 
 
-def _class_loss(scores: torch.Tensor, batch: Batch) -> torch.Tensor:
+def class_loss(scores: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Returns the cross-entropy summed over the batch's targets, each with its weight if it has one."""
+    scores, targets = scores.flatten(0, -2), batch["targets"].flatten()
     if "weights" in batch:
-        return (functional.cross_entropy(scores, batch["targets"], reduction="none") * batch["weights"]).sum()
-    return functional.cross_entropy(scores, batch["targets"], reduction="sum")
+        return (functional.cross_entropy(scores, targets, reduction="none") * batch["weights"].flatten()).sum()
+    return functional.cross_entropy(scores, targets, reduction="sum")
 
 
 def _loss_and_correct(network: nn.Module, batch: Batch) -> torch.Tensor:
-    scores = _class_scores(network, batch)
+    scores = class_scores(network, batch)
     predicted = scores.argmax(-1)
-    sums = torch.stack((_class_loss(scores, batch), (predicted == batch["targets"]).sum().float()))
+    sums = torch.stack((class_loss(scores, batch), (predicted == batch["targets"]).sum().float()))
     return torch.cat((sums, predicted.float()))
 
 
@@ -107,6 +118,6 @@ SEQUENCE_CLASSIFICATION = transformers_task(
     build_data=partial(build_task_data, classifier=HEAD),
     loss_sum=_loss_sum,
     loss_and_correct=_loss_and_correct,
-    scores=_class_scores,
+    scores=class_scores,
     labelled=True,
 )

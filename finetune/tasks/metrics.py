@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from finetune.config.recipe import NUMBER_FIGURES
+from finetune.config.recipe import NUMBER_FIGURES, TAG_FIGURES
 from finetune.config.recipe_schema import Recipe
 from finetune.tasks.prompt_set import Prompt
 from finetune.tasks.task import Task, TaskData
@@ -57,6 +57,8 @@ def build_metrics(recipe: Recipe, task: Task, data: TaskData, prompts: Sequence[
     hits = task.loss_and_correct is not None
     figures = {"loss": True, "perplexity": task.text, "accuracy": hits, "recall_macro": hits and task.labelled}
     figures |= dict.fromkeys(NUMBER_FIGURES, task.loss_and_numbers is not None)
+    if task.tagged:
+        figures |= {"recall_macro": False, **dict.fromkeys(TAG_FIGURES, task.figures_of_counts is not None)}
     known = [name for name, reported in figures.items() if reported and data.validation is not None]
     if metrics and task.text:
         if not prompts:
@@ -91,15 +93,17 @@ def count_classes(classes: torch.Tensor, names: Sequence[str]) -> dict[str, dict
     predicted, true = classes.cpu()
     parts = (true, predicted, true[predicted == true])
     counts = [torch.bincount(part, minlength=len(names)).tolist() for part in parts]
+    return {name: class_figures(*found) for name, *found in zip(names, *reversed(counts), strict=True)}
+
+
+def class_figures(hits: float, taken: float, rows: float) -> dict[str, Any]:
+    """Returns figures of a class that `taken` were taken for, `hits` of them rightly, and that has `rows`."""
     return {
-        name: {
-            "rows": rows,
-            "predicted": taken,
-            "precision": hits / taken if taken else None,
-            "recall": hits / rows if rows else None,
-            "f1": 2 * hits / (rows + taken) if rows + taken else None,
-        }
-        for name, rows, taken, hits in zip(names, *counts, strict=True)
+        "rows": int(rows),
+        "predicted": int(taken),
+        "precision": hits / taken if taken else None,
+        "recall": hits / rows if rows else None,
+        "f1": 2 * hits / (rows + taken) if rows + taken else None,
     }
 
 

@@ -86,8 +86,11 @@ class _PromptForm(RecordForm):
         return json.dumps({**asked, "references": [messages[last]["content"]]})
 
 
-def read_prompts(recipe: Recipe, tokenizer: Any) -> tuple[Prompt, ...]:
+def read_prompts(recipe: Recipe, tokenizer: Any, *, paired: bool = False) -> tuple[Prompt, ...]:
     """The prompts of `eval.prompts`, in order.
+
+    Args:
+        paired: True if they are sources, whose targets are their references.
 
     Raises:
         DataError: If a record has no prompt or reference, the template refuses it, or it leaves no room for an answer.
@@ -114,8 +117,13 @@ def read_prompts(recipe: Recipe, tokenizer: Any) -> tuple[Prompt, ...]:
                 ids = tokenizer.encode(text, add_special_tokens=False)
             else:
                 text = record["prompt"]
-                ids = prompts.text_tokens(tokenizer, text)
-            if len(ids) >= room:
+                ids = (prompts.source_tokens if paired else prompts.text_tokens)(tokenizer, text)
+            if paired and len(ids) > room:
+                raise DataError(
+                    f"{where}: the prompt has {len(ids)} tokens, and data.sequence_length is {room}. Shorten or remove "
+                    "the record, or raise data.sequence_length."
+                )
+            if not paired and len(ids) >= room:
                 raise DataError(
                     f"{where}: the prompt has {len(ids)} tokens, and data.sequence_length is {room}: there is no room "
                     "for an answer. Shorten or remove the record, or raise data.sequence_length."

@@ -4,12 +4,12 @@ A task is a few functions and some facts about itself, so that nothing else asks
 the recipe as `package.module:object`, a `Task` or a function of `task.args` that returns one. This module imports no
 torch.
 
-Letters: `B` rows, `T` tokens, `V` vocabulary, `C` classes.
+Letters: `B` rows, `T` tokens, `L` tokens of the longest row of a batch, `V` vocabulary, `C` classes.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.config.recipe_schema import Recipe
 
@@ -44,6 +44,15 @@ class TaskData:
     """The tokens that learned answers end in, if they are conversations."""
 
 
+class Figures(NamedTuple):
+    """Figures of an evaluation."""
+
+    whole: dict[str, float]
+    """Of all rows, by name."""
+    classes: dict[str, dict[str, Any]]
+    """Of each class: `precision`, `recall`, `f1` (None where there is nothing to divide by) and its number, `rows`."""
+
+
 @dataclass(frozen=True)
 class Task:
     """An objective: data, network and loss."""
@@ -57,12 +66,16 @@ class Task:
     loss_and_correct: Callable[["nn.Module", Batch], "torch.Tensor"] | None = None
     """Returns `loss_sum` and the number of targets predicted right, (2,) in fp32, by one forward pass: evaluation
     then reports `accuracy`. Where a row has one class, its number for each row may follow, (2 + B,): `eval.metrics` are
-    of these, and of the batch's `targets`."""
+    of these, and of the batch's `targets`. Where there is `figures_of_counts`, further counts follow, (2 + K,), in
+    place of it."""
+    figures_of_counts: Callable[[Sequence[float], Sequence[str]], "Figures"] | None = None
+    """Returns figures of an evaluation, given the K counts, summed over all rows, and the names of the classes."""
     loss_and_numbers: Callable[["nn.Module", Batch], "torch.Tensor"] | None = None
     """Returns `loss_sum` and the number that is predicted for each row, (1 + B,) in fp32, by one forward pass:
     evaluation then compares the numbers with the batch's `targets`."""
     scores: Callable[["nn.Module", Batch], "torch.Tensor"] | None = None
-    """Scores of the classes of each row, (B, C), or its number, (B, 1), in fp32, for `finetune predict`."""
+    """Scores of the classes of each row, (B, C), or of each token, (B, L, C), or the row's number, (B, 1), in fp32, for
+    `finetune predict`."""
     build_skeleton: Callable[[Recipe, TaskData | None], "nn.Module"] | None = None
     """The network on the meta device, for dry runs and for writing it."""
     text: bool = False
@@ -70,6 +83,14 @@ class Task:
     labelled: bool = False
     """True if a row is one document with a class or a number, and an attention mask: `padded`, no samples, no
     conversations."""
+    next_token: Callable[..., "torch.Tensor"] | None = None
+    """Scores of the token behind one row, (1, V), in fp32, of a network that writes text, given `(network, batch, *,
+    kept)`: the batch has `input_ids`, if it is `paired` those of the source and in `written` what follows the begin of
+    its target; `kept` is a dict for what it needs again. Left out: as `causal_lm` does it."""
+    paired: bool = False
+    """True if a row is a pair of texts, of which the second is the target: `padded`, no conversations."""
+    tagged: bool = False
+    """True if it is `labelled`, by a class of each word: `targets` are (B, L), and -100 where no word begins."""
     splits_rows: bool = False
     """True if `loss_sum` takes rows that are split over ranks, by `sequence_parallel.split`."""
     head: "Head | None" = None

@@ -19,6 +19,10 @@ BUILT_IN = {
     "causal_lm": TaskTraits("finetune.tasks.causal_lm:CAUSAL_LM", text=True),
     "sequence_classification": TaskTraits("finetune.tasks.classification:SEQUENCE_CLASSIFICATION", labelled=True),
     "regression": TaskTraits("finetune.tasks.regression:REGRESSION", labelled=True, numbers=True),
+    "seq2seq_lm": TaskTraits("finetune.tasks.seq2seq:SEQ2SEQ_LM", text=True, paired=True),
+    "token_classification": TaskTraits(
+        "finetune.tasks.token_classification:TOKEN_CLASSIFICATION", labelled=True, tagged=True
+    ),
 }
 """The built-in tasks by name, and what recipes are checked for before a task is imported."""
 
@@ -46,11 +50,12 @@ def find_task(recipe: Recipe) -> Task:
     if not callable(loss):
         raise RecipeError(f"task.loss: '{recipe.task.loss}' is {type(loss).__name__}, not a function.")
     # What counts hits computes the task's own loss by the way.
-    return replace(task, loss_sum=loss, loss_and_correct=None, loss_and_numbers=None)
+    return replace(task, loss_sum=loss, loss_and_correct=None, loss_and_numbers=None, figures_of_counts=None)
 
 
 def _traits_of(task: Task) -> TaskTraits:
-    return TaskTraits(text=task.text, labelled=task.labelled, numbers=task.loss_and_numbers is not None)
+    numbers = task.loss_and_numbers is not None
+    return TaskTraits(text=task.text, labelled=task.labelled, numbers=numbers, tagged=task.tagged, paired=task.paired)
 
 
 def _unused_keys(recipe: Recipe, task: Task) -> Iterator[str]:

@@ -57,12 +57,23 @@ def adapted_task(task: Task) -> Task:
     return replace(task, build_model=model, build_skeleton=skeleton if build_skeleton is not None else None)
 
 
-def build_task_data(recipe: Recipe, quiet: bool, classifier: Head | None = None, *, numbers: bool = False) -> TaskData:
+def build_task_data(
+    recipe: Recipe,
+    quiet: bool,
+    classifier: Head | None = None,
+    *,
+    numbers: bool = False,
+    tagged: bool = False,
+    targets: bool = False,
+) -> TaskData:
     """The recipe's data.
 
     Args:
-        classifier: The head, where documents have classes: these are numbered as in the model that it starts from.
+        classifier: The head, where documents or words have classes: these are numbered as in the model that it starts
+            from.
         numbers: True if each document has a number.
+        targets: True if each document is a pair of a source and its target.
+        tagged: True if each word has a class.
 
     Raises:
         DataError: If data or tokenizer cannot be used as the recipe says.
@@ -70,8 +81,9 @@ def build_task_data(recipe: Recipe, quiet: bool, classifier: Head | None = None,
     """
     labelled = classifier is not None or numbers
     known = head_classes(recipe, classifier) if classifier is not None else None
-    prepared = prepare.prepare_data(recipe, labelled=labelled, numbers=numbers, known=known, quiet=quiet)
-    if labelled and prepared.tokenizer.pad_token_id is None:
+    kinds = {"labelled": labelled, "numbers": numbers, "tagged": tagged, "targets": targets}
+    prepared = prepare.prepare_data(recipe, known=known, quiet=quiet, **kinds)
+    if (labelled or targets) and prepared.tokenizer.pad_token_id is None:
         # It fills the rows already. Decoders classify at the last token that is another one, and so do whoever opens
         # the model and pads by its tokenizer.
         prepared.tokenizer.pad_token = prepared.tokenizer.eos_token
@@ -104,12 +116,13 @@ def _class_weights(recipe: Recipe, prepared: PreparedData) -> npt.NDArray[np.flo
     Source of `balanced`: scikit-learn's `compute_class_weight`, which leaves out classes without rows as well.
     """
     asked, rows = recipe.task.class_weights, prepared.train
-    if asked is None or rows is None or rows.classes is None:
+    if asked is None or rows is None:
         return None
     names = prepared.label_names
     if asked == "balanced":
-        counts = np.bincount(rows.classes.astype(np.int64), minlength=len(names))
-        return (len(rows) / (np.count_nonzero(counts) * np.maximum(counts, 1))).astype(np.float32)
+        counts = rows.class_counts(len(names))
+        shares: npt.NDArray[np.float64] = counts.sum() / (np.count_nonzero(counts) * np.maximum(counts, 1))
+        return shares.astype(np.float32)
     if len(asked) != len(names):
         raise RecipeError(
             f"task.class_weights: got {len(asked)} weights for {len(names)} classes. Give one for each class, in this "

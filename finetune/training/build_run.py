@@ -209,8 +209,8 @@ def _read_inputs(recipe: Recipe, quiet: bool) -> Inputs:
     data = task.build_data(recipe, quiet)
     if recipe.sample is not None and task.text:
         # Refused before the first step, not after the last.
-        sample_prompt(recipe.sample, recipe.chat, data.tokenizer)
-    prompts = read_prompts(recipe, data.tokenizer)
+        sample_prompt(recipe.sample, recipe.chat, data.tokenizer, paired=task.paired)
+    prompts = read_prompts(recipe, data.tokenizer, paired=task.paired)
     metrics = build_metrics(recipe, task, data, prompts)
     num_rows = None if data.train is None else len(data.train)
     length = measure_length(recipe.length, recipe.batch.global_size, recipe.data, num_rows)
@@ -269,12 +269,14 @@ def _build_model(plan: RunPlan, backend: Backend) -> BuiltModel:
         if (worst := int(backend.all_reduce_max(position).item())) >= 0:
             weights.refuse(worst)
     # Sharded as it loads only what stays as it is loaded; quantized weights are quantized whole.
-    whole = task.head is None or not task.head.next_token or recipe.model.quantization is not None
+    # The values of an encoder-decoder's embeddings say which of them are one.
+    whole = task.head is None or task.head.may_be_new or task.head.encodes or recipe.model.quantization is not None
     with backend.loading(pretrained=recipe.model.name is not None and not whole):
         network = init_weights(task.build_model(recipe, data), recipe.seed)
         products = float8.describe_products(network, recipe.model.fp8)
         set_stop_tokens(network, data.tokenizer, data.ends)
-        flops = flops_per_target(network, recipe.data.sequence_length)
+        # A token goes through an encoder or a decoder, which are taken to be alike.
+        flops = flops_per_target(network, recipe.data.sequence_length) / (2 if task.paired else 1)
         quantization.compute_in(network, backend.dtype)
         if backend.strategy.casts_weights(backend):
             frozen_weights.set_output_dtype(network, backend.dtype)
@@ -295,7 +297,10 @@ def _build_model(plan: RunPlan, backend: Backend) -> BuiltModel:
     runtime = backend.verify(lambda: preflight.loss_of_row(backend, model, task, data))
     if whole_loss is not None:
         preflight.check_layers(backend, model, task, data, whole_loss)
-    kernels = {**(preflight.verify_kernels(backend, model, recipe) if task.text else {}), **products}
+    kernels = {
+        **(preflight.verify_kernels(backend, model, recipe) if task.text and not task.paired else {}),
+        **products,
+    }
     if recipe.model.compile:
         # After the forward passes that verify things, whose other shapes and hooks would be compiled as well.
         activation_checkpointing.compile_layers(unwrap(model), set(unsplit_classes(wrapper)))

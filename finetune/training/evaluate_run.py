@@ -20,7 +20,7 @@ from finetune.data.class_labels import some
 from finetune.data.rows.feed import Rows, evaluation_batches
 from finetune.distributed.backend import Backend
 from finetune.models.forward_wrapper import without_training
-from finetune.models.prompts import text_tokens, turn_tokens
+from finetune.models.prompts import source_tokens, text_tokens, turn_tokens
 from finetune.tasks import metrics
 from finetune.tasks.causal_lm import next_token_logits
 from finetune.tasks.class_tables import MOST_COUNTED
@@ -28,7 +28,7 @@ from finetune.tasks.task import Batch, Task
 from finetune.training.run import BuiltRun
 from finetune.utils.atomic_files import write_text
 from finetune.utils.errors import FinetuneError, RecipeError
-from finetune.utils.to_device import batch_to_device, tensor_to_device
+from finetune.utils.to_device import batch_to_device
 
 PREDICTIONS = "predictions.jsonl"
 
@@ -50,7 +50,7 @@ def evaluate_and_sample(run: BuiltRun) -> bool:
         return False
     if recipe.sample is not None and due(recipe.sample.every_steps, recipe.sample.at_end):
         run.timer.mark("aside")
-        text = sample_text(run.backend, run.model, recipe, run.data.tokenizer, run.data.ends)
+        text = sample_text(run.backend, run.model, run.task, recipe, run.data.tokenizer, run.data.ends)
         run.reporter.log({"step": step, "sample": text})
         run.reporter.say(f"step {step}: sample\n{text}\n")
         run.results["sample"] = text
@@ -64,19 +64,30 @@ def _evaluate(run: BuiltRun) -> bool:
     by_class: dict[str, dict[str, Any]] = {}
     confusions: dict[str, dict[str, int]] = {}
     if rows is not None:
-        counted = task.labelled and task.loss_and_correct is not None
+        counted = task.labelled and task.loss_and_correct is not None and not task.tagged
         scored = bool(run.metrics) and not task.text
         classes = None
         if counted or scored or task.loss_and_numbers is not None:
             kind = torch.int64 if task.loss_and_numbers is None else torch.float64
             classes = torch.zeros(2, len(rows), dtype=kind, device=run.backend.device)
         micro = run.recipe.eval.micro_size or run.recipe.batch.rows
+        counts: list[float] = []
         found = evaluate_rows(
-            run.backend, run.model, task, rows, micro, stopping=lambda: run.shutdown.requested, classes=classes
+            run.backend,
+            run.model,
+            task,
+            rows,
+            micro,
+            stopping=lambda: run.shutdown.requested,
+            classes=classes,
+            counts=counts,
         )
         if found is None:
             return False
         figures |= found
+        if task.figures_of_counts is not None:
+            told = task.figures_of_counts(counts, names)
+            figures, by_class = figures | told.whole, told.classes
         if classes is not None and task.loss_and_numbers is not None:
             figures |= metrics.compare_numbers(classes)
         elif classes is not None and counted:
@@ -110,8 +121,9 @@ def _evaluate(run: BuiltRun) -> bool:
             f"{name} {c['recall']:.1%} of {c['rows']:,} (predicted {c['predicted']:,})" for name, c in held.items()
         ]
         run.reporter.say(f"  recognised: {some(recalls)}")
-        if never := [f"{name} ({c['rows']:,} rows)" for name, c in held.items() if not c["predicted"]]:
-            run.reporter.warn(f"step {step}: no row is taken for the class {some(never)}.")
+        what = "span" if task.tagged else "row"
+        if never := [f"{name} ({c['rows']:,} {what}s)" for name, c in held.items() if not c["predicted"]]:
+            run.reporter.warn(f"step {step}: no {what} is taken for the class {some(never)}.")
     return True
 
 
@@ -124,6 +136,7 @@ def evaluate_rows(
     *,
     stopping: Callable[[], bool] = lambda: False,
     classes: torch.Tensor | None = None,
+    counts: list[float] | None = None,
 ) -> dict[str, float] | None:
     """Mean loss per target over all rows, with what follows from it.
 
@@ -136,12 +149,13 @@ def evaluate_rows(
         stopping: Returns True if this rank was asked to stop; every rank then gives up. Called now and then.
         classes: Zeros, (2, rows), int64 for classes and float64 for numbers: become the predicted and the true class or
             number of each row, on all ranks.
+        counts: An empty list: becomes the counts that `figures_of_counts` of the task takes.
 
     Returns:
         None if a rank was asked to stop; else `loss` and `targets`; `perplexity` if the network writes text; `accuracy`
         if the task counts hits.
     """
-    # Loss, hits, targets. In float64: hundreds of millions of targets are beyond fp32's whole numbers.
+    # Targets, loss, hits, counts. In float64: hundreds of millions of targets are beyond fp32's whole numbers.
     sums = torch.zeros(3, dtype=torch.float64, device=backend.device)
     batches = evaluation_batches(rows, micro_size, data_size=backend.mesh.data_size, data_rank=backend.mesh.data_rank)
     computing: deque[tuple[Any, Batch]] = deque()
@@ -161,19 +175,24 @@ def evaluate_rows(
                 asked = torch.tensor([float(stopping())], device=backend.device)
                 if backend.all_reduce_sum(asked).item() > 0:
                     return None
+            found = found.reshape(-1)
+            if task.figures_of_counts is not None and not number:
+                num_sums = len(found)
+                sums = sums.new_zeros(1 + num_sums)
             if share.size and backend.mesh.counts_loss:
-                found = found.reshape(-1)
-                sums[:num_sums] += found[:num_sums].double()
+                sums[1 : 1 + num_sums] += found[:num_sums].double()
                 if classes is not None:
                     if len(found) != num_sums + len(share):
                         raise RecipeError("eval.metrics: the task's `loss_and_correct` gives no class of each row.")
                     classes[:, share] = torch.stack(
                         [side.to(classes.dtype) for side in (found[num_sums:], batch["targets"])]
                     )
-                sums[2] += rows.num_targets(share) if backend.mesh.counts_rows else 0
+                sums[0] += rows.num_targets(share) if backend.mesh.counts_rows else 0
     if classes is not None:
         backend.all_reduce_sum(classes)
-    loss_sum, hit_sum, total = backend.all_reduce_sum(sums).tolist()
+    total, loss_sum, hit_sum, *more = backend.all_reduce_sum(sums).tolist()
+    if counts is not None:
+        counts.extend(more)
     result = {"loss": loss_sum / max(1.0, total), "targets": total}
     if task.text:
         result["perplexity"] = math.exp(min(result["loss"], 700.0))
@@ -191,6 +210,7 @@ def _score_texts(run: BuiltRun) -> dict[str, float] | None:
         found = generate_tokens(
             run.backend,
             run.model,
+            run.task,
             [prompt.ids for prompt in run.prompts],
             longest=recipe.data.sequence_length,
             max_new_tokens=recipe.eval.max_new_tokens,
@@ -201,10 +221,8 @@ def _score_texts(run: BuiltRun) -> dict[str, float] | None:
         return None
     decode = partial(tokenizer.decode, skip_special_tokens=True)
     # Decoded behind its prompt: alone, the first word of some tokenizers loses its space.
-    texts = [
-        decode([*prompt.ids, *ids])[len(decode(prompt.ids)) :].strip()
-        for prompt, ids in zip(run.prompts, found, strict=True)
-    ]
+    begins = [() if run.task.paired else prompt.ids for prompt in run.prompts]
+    texts = [decode([*begin, *ids])[len(decode(begin)) :].strip() for begin, ids in zip(begins, found, strict=True)]
     references = [prompt.references for prompt in run.prompts]
     return _score(run, texts, references, ({"prompt": prompt.text} for prompt in run.prompts))
 
@@ -257,6 +275,7 @@ def _score(
 def generate_tokens(
     backend: Backend,
     model: nn.Module,
+    task: Task,
     prompts: Sequence[Sequence[int]],
     *,
     longest: int,
@@ -272,7 +291,8 @@ def generate_tokens(
     A pass has one prompt: so no text depends on what is computed beside it, nor on the number of ranks.
 
     Args:
-        longest: Most tokens of a prompt and its text together, of which the network sees as many.
+        longest: Most tokens of a prompt and its text together, of which the network sees as many; of each of both,
+            where prompts are read by an encoder.
         ends: Tokens that end a text.
         stopping: Returns True if this rank was asked to stop.
         pick: Chooses a token by the logits behind a row, (V,); the likeliest by default.
@@ -283,10 +303,12 @@ def generate_tokens(
     """
     # One more than each token, and 0 where there is none.
     written = torch.zeros(len(prompts), max_new_tokens, dtype=torch.int64)
-    first = backend.mesh.average_rank
+    first, scores = backend.mesh.average_rank, task.next_token or next_token_logits
     with without_training(model):
         for number in range(first, len(prompts) + first, backend.mesh.average_size):
             row = list(prompts[number]) if number < len(prompts) else []
+            taken = len(row)
+            most = longest + taken if task.paired else longest
             kept: dict[str, Any] = {}
             while True:
                 told = torch.tensor([float(bool(row)), float(stopping())], device=backend.device)
@@ -295,34 +317,48 @@ def generate_tokens(
                     return None
                 if not unfinished:
                     break
-                # Who has finished goes along with the others.
-                ids = tensor_to_device(torch.tensor([row[-longest:] or prompts[0][:1]]), backend.device)
-                score = partial(next_token_logits, kept=kept if 0 < len(row) <= longest else {})
-                (logits,) = backend.evaluate_batches(model, score, [{"input_ids": ids}])
+                # Who has finished goes along with the others, whose encoder runs once.
+                parts = {"input_ids": row[-longest:] or prompts[0][:1]}
+                if task.paired:
+                    parts = {"input_ids": row[:taken] or prompts[0][:1], "written": row[taken:]}
+                ids = {name: torch.tensor([part], dtype=torch.int64) for name, part in parts.items()}
+                score = partial(scores, kept=kept if task.paired or 0 < len(row) <= longest else {})
+                (logits,) = backend.evaluate_batches(model, score, [batch_to_device(ids, backend.device)])
                 if not row:
                     continue
-                token, place = pick(logits[0]), len(row) - len(prompts[number])
+                token, place = pick(logits[0]), len(row) - taken
                 row.append(token)
                 if token not in ends and backend.mesh.counts_loss:
                     written[number, place] = token + 1
-                if token in ends or place + 1 == max_new_tokens or (len(row) == longest and not slides):
+                if (
+                    token in ends
+                    or place + 1 == max_new_tokens
+                    or (len(row) == most and not (slides and not task.paired))
+                ):
                     row = []
     gathered: list[list[int]] = backend.all_reduce_sum(written.to(backend.device)).tolist()
     return [[token - 1 for token in row if token] for row in gathered]
 
 
-def sample_prompt(section: SampleSection, chat: ChatSection | None, tokenizer: Any) -> list[int]:
+def sample_prompt(section: SampleSection, chat: ChatSection | None, tokenizer: Any, *, paired: bool) -> list[int]:
     """Returns tokens of a sample's prompt: a text's beginning, or a user's turn, where the recipe learns conversations.
+
+    Args:
+        paired: True if it is a source.
 
     Raises:
         DataError: If there is nothing to begin with, or the chat template refuses the turn.
     """
+    if paired:
+        return source_tokens(tokenizer, section.prompt)
     if chat is None:
         return text_tokens(tokenizer, section.prompt)
     return turn_tokens(tokenizer, section.prompt, chat.template_args)
 
 
-def sample_text(backend: Backend, model: nn.Module, recipe: Recipe, tokenizer: Any, taught: Sequence[int]) -> str:
+def sample_text(
+    backend: Backend, model: nn.Module, task: Task, recipe: Recipe, tokenizer: Any, taught: Sequence[int]
+) -> str:
     """Writes one text after the prompt of the recipe's `sample` section; every rank must call it.
 
     Args:
@@ -330,7 +366,7 @@ def sample_text(backend: Backend, model: nn.Module, recipe: Recipe, tokenizer: A
     """
     section = recipe.sample
     assert section is not None
-    ids = sample_prompt(section, recipe.chat, tokenizer)
+    ids = sample_prompt(section, recipe.chat, tokenizer, paired=task.paired)
     generator = torch.Generator().manual_seed(recipe.seed)
 
     def pick(logits: torch.Tensor) -> int:
@@ -344,6 +380,7 @@ def sample_text(backend: Backend, model: nn.Module, recipe: Recipe, tokenizer: A
     found = generate_tokens(
         backend,
         model,
+        task,
         [ids],
         longest=recipe.data.sequence_length,
         max_new_tokens=section.max_new_tokens,
@@ -352,4 +389,5 @@ def sample_text(backend: Backend, model: nn.Module, recipe: Recipe, tokenizer: A
         slides=True,
     )
     assert found is not None
-    return str(tokenizer.decode([*ids, *found[0]], skip_special_tokens=True)).strip()
+    begin = [] if task.paired else ids
+    return str(tokenizer.decode([*begin, *found[0]], skip_special_tokens=True)).strip()

@@ -87,6 +87,28 @@ FEATURES = {
         {"task.name": "regression"},
         {"data.packing": "padded", "model.config": ARCHITECTURES["bert"]["model"]["config"]},
     ),
+    "words": Feature(
+        "token classification",
+        {"task.name": "token_classification", "task.num_labels": 5},
+        {"data.packing": "padded", "model.config": ARCHITECTURES["bert"]["model"]["config"]},
+    ),
+    "targets": Feature(
+        "sequence to sequence",
+        {"task.name": "seq2seq_lm"},
+        {
+            "data.packing": "padded",
+            "data.train": [{"path": "pairs.csv", "pair_field": "target"}],
+            "data.validation": [],
+            "model.config": {
+                "model_type": "t5",
+                "d_model": 64,
+                "d_kv": 16,
+                "d_ff": 128,
+                "num_layers": 2,
+                "num_heads": 4,
+            },
+        },
+    ),
     "own_task": Feature("custom task", {"task.name": "own_task:mlp"}),
     "fp32": Feature("fp32", {"precision": "fp32"}),
     "bf16": Feature("bf16", {"precision": "bf16"}),
@@ -181,6 +203,13 @@ def _rows() -> Iterator[tuple[str, ...]]:
     numbers = "training/test_regression.py::test_every_backend_takes_the_single_process_path[{}]"
     yield numbers, "single ddp fsdp zero3", "numbers padded all SGD fp32 evaluation accumulation"
     yield numbers, "single ddp fsdp zero3", "numbers padded lora AdamW fp32 evaluation accumulation"
+    tagged = "training/test_token_classification.py::test_every_backend_takes_the_single_process_path[{}]"
+    yield tagged, "single ddp fsdp zero3", "words weights padded all SGD fp32 evaluation accumulation"
+    yield tagged, "single ddp fsdp zero3", "words padded lora AdamW fp32 evaluation accumulation"
+    written = "training/test_seq2seq.py::test_every_backend_takes_the_single_process_path[{}]"
+    yield written, "single ddp fsdp zero3", "targets padded all SGD fp32 evaluation accumulation"
+    yield written, "single ddp fsdp zero3", "targets padded all AdamW fp32 texts sampling"
+    yield written, "single ddp fsdp zero3", "targets padded lora AdamW fp32 evaluation accumulation"
     checkpointed = "ARCHITECTURES.llama_checkpointed"
     yield networks % "llama_checkpointed", _TWO, f"checkpointing all {_PLAIN}", checkpointed
     fp8 = "fp8 bf16 checkpointing all AdamW documents evaluation"

@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import architectures as script
 
 from finetune.config.recipe import load_recipe, validate_recipe
-from finetune.tasks.causal_lm import next_token_logits
+from finetune.tasks.causal_lm import CAUSAL_LM, next_token_logits
 from finetune.tasks.metrics import check_metrics, find_metrics, score_predictions
 from finetune.tasks.prompt_set import read_prompts
 from finetune.tasks.task_lookup import BUILT_IN
@@ -274,7 +274,14 @@ def test_tokens_are_those_without_a_cache(kind: str) -> None:
     )
     ends = {7}
     found = evaluate_run.generate_tokens(
-        backend, _Wrapped(network).eval(), prompts, longest=30, max_new_tokens=16, ends=ends, stopping=lambda: False
+        backend,
+        _Wrapped(network).eval(),
+        CAUSAL_LM,
+        prompts,
+        longest=30,
+        max_new_tokens=16,
+        ends=ends,
+        stopping=lambda: False,
     )
     for prompt, text in zip(prompts, found or [], strict=True):
         row: list[int] = []

@@ -234,9 +234,15 @@ def test_only_two_packages_name_backends(file: Path) -> None:
     assert not found
 
 
-TASK_NAME = re.compile(r"(?<!tasks\.)\b(causal_lm|sequence_classification)\b")
+TASK_NAME = re.compile(r"(?<!tasks\.)\b(causal_lm|seq2seq_lm|sequence_classification)\b")
 # Their own modules, where they are looked up, and the recipe's default with what is said of it.
-NAMES_TASKS = {"tasks/causal_lm.py", "tasks/classification.py", "tasks/task_lookup.py", "config/recipe_schema.py"}
+NAMES_TASKS = {
+    "tasks/causal_lm.py",
+    "tasks/classification.py",
+    "tasks/seq2seq.py",
+    "tasks/task_lookup.py",
+    "config/recipe_schema.py",
+}
 
 
 def test_no_task_is_named_elsewhere() -> None:

@@ -105,6 +105,35 @@ def pad_documents(
     )
 
 
+def pad_pairs(offsets: Int64s, firsts: Int64s, room: tuple[int, int], *, drop: bool) -> PackedRows:
+    """Two segments a row, a source and its target, in the order of the documents. Lengths are tokens, not pairs.
+
+    Args:
+        offsets: Where each document starts in the stream, and the end: (documents + 1,).
+        firsts: Tokens of each source, (documents,); the rest of the document is its target.
+        room: The most tokens of a source and of a target.
+        drop: Leaves out documents of which either is too long; else both lose their end.
+    """
+    sizes = np.stack([firsts, np.diff(offsets) - firsts], axis=1)
+    starts = np.stack([offsets[:-1], offsets[:-1] + firsts], axis=1)
+    empty, long = (sizes < 1).any(1), (sizes > np.array(room)).any(1)
+    kept = ~empty & ~(long & drop)
+    over_long = int((long & ~empty).sum())
+    lengths = np.minimum(sizes[kept], np.array(room))
+    return PackedRows(
+        starts=np.ascontiguousarray(starts[kept].ravel(), np.int64),
+        lengths=np.ascontiguousarray(lengths.ravel(), np.int64),
+        row_starts=np.arange(0, lengths.size + 1, 2, dtype=np.int64),
+        counts={
+            **_NOTHING_LEFT_OUT,
+            "empty": int(empty.sum()),
+            "over_long": over_long,
+            "truncated": 0 if drop else over_long,
+            "dropped": over_long if drop else 0,
+        },
+    )
+
+
 def pack_documents(offsets: Int64s, row_length: int, long_documents: LongDocuments) -> PackedRows:
     """Whole documents, best-fit decreasing: the longest first, each into the fullest row that still has room.
 
@@ -122,20 +151,32 @@ def pack_documents(offsets: Int64s, row_length: int, long_documents: LongDocumen
     return replace(loose, starts=loose.starts[order], lengths=loose.lengths[order], row_starts=row_starts)
 
 
-def save_rows(packed: PackedRows, folder: Path, mask: MaskFile | None = None) -> dict[str, Any]:
+def save_rows(
+    packed: PackedRows,
+    folder: Path,
+    mask: MaskFile | None = None,
+    token_labels: npt.NDArray[np.int32] | None = None,
+) -> dict[str, Any]:
     """Writes the arrays to a folder and returns the rest as JSON-able facts for reports.
 
-    With a mask, how many targets each row has is written too: a step must know before it reads.
+    With a mask or with labels of tokens, how many targets each row has is written too: a step must know before it
+    reads.
     """
     for name in _ARRAYS:
         np.save(folder / f"{name}.npy", getattr(packed, name), allow_pickle=False)
     pairs = targets = int(packed.lengths.sum())
+    labelled, of_segments = 0, None
     if mask is not None:
         of_segments = mask.counts(packed.starts, packed.lengths)
+    elif token_labels is not None:
+        before = np.concatenate([np.zeros(1, np.int64), np.cumsum(token_labels >= 0, dtype=np.int64)])
+        labelled, of_segments = int(before[-1]), before[packed.starts + packed.lengths] - before[packed.starts]
+    if of_segments is not None:
         of_rows = np.add.reduceat(of_segments, packed.row_starts[:-1]) if packed.num_rows else of_segments
         np.save(folder / ROW_TARGETS, of_rows, allow_pickle=False)
         targets = int(of_rows.sum())
-    return {"rows": packed.num_rows, "pairs": pairs, "targets": targets, **packed.counts}
+    cut = max(0, labelled - targets)
+    return {"rows": packed.num_rows, "pairs": pairs, "targets": targets, "labels_cut": cut, **packed.counts}
 
 
 def load_rows(folder: Path) -> PackedRows:
@@ -201,7 +242,9 @@ class TokenRows:
     fixed: bool
     """True if batches are always T wide; else they are as wide as their longest row, in steps of 8."""
     wrapping: Wrapping
-    """Tokens around each document of a classifier, and between the two texts of a pair."""
+    """Tokens around each document of a classifier or each source, and between the two texts of a pair."""
+    target_wrapping: Wrapping | None = None
+    """Tokens around each target, where a row is a source and its target: two segments; None for other rows."""
     classes: Int64s | npt.NDArray[np.float32] | None = None
     """The class or number of each row, which is one document: (rows,). None for language modelling."""
     pairs: Int64s | None = None
@@ -211,7 +254,11 @@ class TokenRows:
     mask: MaskFile | None = None
     """True for tokens that are targets; None where all are."""
     row_targets: Int64s | None = None
-    """Targets of each row, (rows,), where there is a mask."""
+    """Targets of each row, (rows,), where there is a mask, or tokens have labels."""
+    token_labels: npt.NDArray[np.int32] | None = None
+    """Position in the list of labels of each token of the token file, -1 where it has none; None for other tasks."""
+    label_classes: Int64s | None = None
+    """Class number of each label in that list, and at the end `IGNORED`, for -1."""
 
     def __len__(self) -> int:
         return self.packed.num_rows
@@ -220,13 +267,16 @@ class TokenRows:
         """Targets that `batch(rows)` holds, without reading it."""
         if self.classes is not None:
             return int(rows.size)
+        if self.target_wrapping is not None:
+            return int(self.packed.lengths[2 * rows + 1].sum()) + self.target_wrapping.size * int(rows.size)
         if self.row_targets is not None:
             return int(self.row_targets[rows].sum())
         return int(self._widths[rows].sum())
 
     def num_computed(self, rows: npt.NDArray[np.integer]) -> int:
         """Tokens that a network computes for `batch(rows)`, without padding."""
-        return int(self._widths[rows].sum()) + self.wrapping.size * int(rows.size)
+        around = self.wrapping.size + (self.target_wrapping.size if self.target_wrapping is not None else 0)
+        return int(self._widths[rows].sum()) + around * int(rows.size)
 
     def batch(self, rows: npt.NDArray[np.integer]) -> dict[str, torch.Tensor]:
         """Reads rows.
@@ -242,9 +292,25 @@ class TokenRows:
             would make models look across documents.
             For classification `input_ids` and `attention_mask`, (B, L) int64, and `targets`, (B,) int64, or fp32 for
             numbers; where classes are weighted also `weights`, (B,) fp32; of pairs also `token_type_ids`, (B, L) int64,
-            if the tokenizer gives them.
+            if the tokenizer gives them. Where tokens have labels, `targets` and `weights` are (B, L): -100 and 0 at
+            tokens that have none.
+            For sources and targets `input_ids` and `attention_mask`, (B, L) int64, of the sources, and `targets`, (B,
+            M) int64 for the M tokens of the longest target, -100 behind the end of the others.
         """
-        return self._language_batch(rows) if self.classes is None else self._class_batch(rows, self.classes[rows])
+        if self.target_wrapping is not None:
+            return self._source_batch(rows, self.target_wrapping)
+        if self.classes is None and self.label_classes is None:
+            return self._language_batch(rows)
+        return self._class_batch(rows)
+
+    def class_counts(self, num_classes: int) -> Int64s:
+        """Targets of each class: (C,)."""
+        if self.classes is not None:
+            return np.bincount(self.classes.astype(np.int64), minlength=num_classes)
+        assert self.label_classes is not None
+        assert self.token_labels is not None
+        found = self.label_classes[self.token_labels[_ranges(self.packed.starts, self.packed.lengths)]]
+        return np.bincount(found[found != IGNORED], minlength=num_classes)
 
     def _language_batch(self, rows: npt.NDArray[np.integer]) -> dict[str, torch.Tensor]:
         widths = self._widths[rows]
@@ -272,13 +338,12 @@ class TokenRows:
             found["cu_seqlens"] = torch.from_numpy(cu_seqlens.astype(np.int32))
         return found
 
-    def _class_batch(
-        self, rows: npt.NDArray[np.integer], targets: Int64s | npt.NDArray[np.float32]
-    ) -> dict[str, torch.Tensor]:
+    def _class_batch(self, rows: npt.NDArray[np.integer]) -> dict[str, torch.Tensor]:
         around = self.wrapping
         width = min(self.row_length, _round_up(int(self._widths[rows].max(initial=1)) + around.size))
         inputs = np.full((rows.size, width), self.padding_id, np.int64)
         mask, types = (np.full((rows.size, width), 0, np.int64) for _ in range(2))
+        targets: Any = np.full((rows.size, width), IGNORED) if self.classes is None else self.classes[rows]
         for line, row in enumerate(rows.tolist()):
             # A row is one document here.
             start, length = int(self.packed.starts[row]), int(self.packed.lengths[row])
@@ -294,11 +359,30 @@ class TokenRows:
                     types[line, : len(ids)] = np.repeat(around.types, np.hstack(each))
             inputs[line, : len(ids)] = ids
             mask[line, : len(ids)] = 1
+            if self.label_classes is not None and self.token_labels is not None:
+                first = len(around.before)
+                targets[line, first : first + length] = self.label_classes[self.token_labels[start : start + length]]
         batch: dict[str, npt.NDArray[Any]] = {"input_ids": inputs, "attention_mask": mask, "targets": targets}
         if around.types is not None:
             batch["token_type_ids"] = types
         if self.class_weights is not None:
-            batch["weights"] = self.class_weights[targets]
+            batch["weights"] = np.append(self.class_weights, np.float32(0))[np.maximum(targets, -1)]
+        return {name: torch.from_numpy(values) for name, values in batch.items()}
+
+    def _source_batch(self, rows: npt.NDArray[np.integer], around_targets: Wrapping) -> dict[str, torch.Tensor]:
+        found: list[tuple[npt.NDArray[np.int64], Int64s]] = []
+        for side, (around, fill) in enumerate(((self.wrapping, self.padding_id), (around_targets, IGNORED))):
+            segments = 2 * rows + side
+            starts, lengths = self.packed.starts[segments], self.packed.lengths[segments] + around.size
+            width = min(self.row_length, _round_up(int(lengths.max(initial=1))))
+            values = np.full((rows.size, width), fill, np.int64)
+            for line, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
+                text = self.tokens[start : start + length - around.size].tolist()
+                values[line, :length] = [*around.before, *text, *around.behind]
+            found.append((values, lengths))
+        (inputs, lengths), (targets, _) = found
+        mask = (np.arange(inputs.shape[1]) < lengths[:, None]).astype(np.int64)
+        batch = {"input_ids": inputs, "attention_mask": mask, "targets": targets}
         return {name: torch.from_numpy(values) for name, values in batch.items()}
 
     def longest(self) -> Int64s:

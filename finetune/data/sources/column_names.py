@@ -9,6 +9,8 @@ _INPUT = ("input", "context")
 _ASSISTANT = ("answer", "completion", "response", "output", "reply", "assistant", "target")
 _SYSTEM = ("system", "system_prompt")
 _TEXT = ("text", "content", "body", "document", "article", "sentence", "review", "comment", "message", "tweet")
+_WORDS = ("tokens", "words")
+_TAGS = ("ner_tags", "tags", "pos_tags", "labels", "chunk_tags", "upos")
 _LABEL = ("label", "labels", "class", "category", "sentiment", "intent", "target")
 
 
@@ -33,6 +35,12 @@ def guess_label_field(names: Iterable[str]) -> str | None:
 def guess_text_field(names: Iterable[str]) -> str | None:
     """Returns the column that may hold texts."""
     return _first({name.strip().lower(): name for name in names}, _TEXT)
+
+
+def guess_word_fields(names: Iterable[str]) -> dict[str, str | None]:
+    """Returns the columns that may hold words and their tags, by the keys of a source."""
+    known = {name.strip().lower(): name for name in names}
+    return {"text_field": _first(known, _WORDS), "label_field": _first(known, _TAGS)}
 
 
 def as_overrides(source: str, keys: Mapping[str, str]) -> str:

@@ -70,7 +70,8 @@ class Corpus:
         form, classes = self.fields.form, self.fields.classes
         taken = form.fingerprint() if form else [self.fields.text, self.fields.label]
         taken += [self.fields.pair] if self.fields.pair is not None else []
-        taken += ["numbers"] if self.fields.numbers else []
+        taken += ["numbers"] if self.fields.numbers else ["tagged"] if self.fields.tagged else []
+        taken += ["target"] if self.fields.target else []
         found = {"content": self.content, "fields": taken, "weight": self.source.weight, "limit": self.source.limit}
         return {**found, "classes": classes} if classes else found
 
@@ -85,13 +86,22 @@ class Corpus:
 
 
 def open_source(
-    source: Source, *, labelled: bool, form: RecordForm | None = None, key: str = "", numbers: bool = False
+    source: Source,
+    *,
+    labelled: bool,
+    form: RecordForm | None = None,
+    key: str = "",
+    numbers: bool = False,
+    target: bool = False,
+    tagged: bool = False,
 ) -> Corpus:
     """Finds what a source names and fingerprints it; reads no documents yet.
 
     Args:
-        labelled: True if documents have classes or numbers.
+        labelled: True if documents have classes, numbers or tags.
         numbers: True if they have numbers.
+        target: True if the second of two texts is a target.
+        tagged: True if documents are lists of words, which have tags.
         form: The way that records become conversations; None where they are documents.
         key: The source's key in the recipe, for error messages.
 
@@ -100,7 +110,9 @@ def open_source(
     """
     label = source.label_field if labelled else None
     pair = source.pair_field if form is None else None
-    fields = Fields(source.text_field, label, form, pair=pair, numbers=numbers, source=key)
+    fields = Fields(
+        source.text_field, label, form, pair=pair, numbers=numbers, tagged=tagged, target=target, source=key
+    )
     if source.sample is not None:
         return _open_sample(source, source.sample, fields)
     if source.path is None:
@@ -255,18 +267,20 @@ class Rules:
     labelled: bool
     numbers: bool = False
     """True if labels are numbers; sources say so as well."""
+    tagged: bool = False
+    """True if each word has a label; sources say so as well."""
 
     @property
     def by_class(self) -> bool:
         """True if that share is one of each class, for which all labels are read first."""
-        return self.labelled and not self.numbers and self.held_out > 0
+        return self.labelled and not (self.numbers or self.tagged) and self.held_out > 0
 
 
 class Chosen(NamedTuple):
     """A document as it will be used."""
 
     text: bytes
-    """UTF-8, of a pair the JSON of both texts; empty where nothing but white space was there."""
+    """UTF-8, of a pair the JSON of both texts, of words theirs; empty where nothing but white space was there."""
     digest: int
     """64 bits of the text."""
     held_out: bool
@@ -278,6 +292,8 @@ class Chosen(NamedTuple):
     read: int
     """Bytes of the source's files up to its end, as far as these can be told."""
     duplicate_key: str | None = None
+    """See `Document`."""
+    tags: tuple[int | str, ...] | None = None
     """See `Document`."""
 
 
@@ -321,8 +337,8 @@ def choose_texts(corpus: Corpus, rules: Rules, held_digests: npt.NDArray[np.uint
                 place = int(np.searchsorted(held_digests, np.uint64(digest)))
                 held_out = place < held_digests.size and int(held_digests[place]) == digest
             copies = 1 if held_out else copies
-            where, read = document.where, corpus.meter.done
-            yield Chosen(data, digest, held_out, copies, document.label, where, read, document.duplicate_key)
+            about = (document.where, corpus.meter.done, document.duplicate_key, document.tags)
+            yield Chosen(data, digest, held_out, copies, document.label, *about)
 
 
 def _normalised(text: str, rules: Rules) -> str:

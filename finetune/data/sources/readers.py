@@ -9,7 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from finetune.data.sources.column_names import as_overrides, guess_chat_fields, guess_label_field, guess_text_field
+from finetune.data.sources.column_names import (
+    as_overrides,
+    guess_chat_fields,
+    guess_label_field,
+    guess_text_field,
+    guess_word_fields,
+)
 from finetune.data.sources.conversation_formats import InvalidConversation, RecordForm, kind_of
 from finetune.data.sources.streams import MAX_DOCUMENT_BYTES, MAX_RECORD_BYTES, JsonReader, Meter, json_items, lines
 from finetune.utils import json_files
@@ -38,6 +44,8 @@ class Document(NamedTuple):
     """A key that its record has more than once: the last value counts."""
     pair: str | None = None
     """The second of two texts."""
+    tags: tuple[int | str, ...] | None = None
+    """The tag of each word, of a text that is the JSON of its words; None where no tags were asked for."""
 
 
 class Fields(NamedTuple):
@@ -54,6 +62,10 @@ class Fields(NamedTuple):
     """Field of a second text; None where documents have one."""
     numbers: bool = False
     """True if `label` holds a number, and no class."""
+    target: bool = False
+    """True if the second text is a target: neither text may be empty then."""
+    tagged: bool = False
+    """True if `text` holds the words of a document, and `label` the tag of each."""
     source: str = ""
     """Key of the recipe's source, such as `data.train.0`, for error messages; empty where it is not known."""
 
@@ -65,7 +77,7 @@ class Fields(NamedTuple):
 
 
 def read_file(path: Path, fields: Fields, meter: Meter | None = None) -> Iterator[Document]:
-    """Reads a .txt, .jsonl, .json, .parquet, .csv or .tsv file, never more than a part of it at once.
+    """Reads a .txt, .jsonl, .json, .parquet, .csv, .tsv or .conll file, never more than a part of it at once.
 
     Args:
         meter: Goes forward by the file's size.
@@ -117,12 +129,14 @@ def document_of(record: Any, fields: Fields, where: str) -> Document:
     if fields.form is not None:
         return Document(fields.form.read(record, where), None, where)
     if isinstance(record, str) and fields.label is fields.pair is None:
-        return Document(record, None, where)
+        record = {fields.text: record}
     if not isinstance(record, Mapping):
         raise DataError(
             f"{where}: got {kind_of(record)}. Write each document as an object with a field '{fields.text}'."
         )
     require_fields(record, fields, where)
+    if fields.tagged:
+        return _tagged_words(record, fields, where)
     text, pair = record[fields.text], None if fields.pair is None else record[fields.pair]
     for key, name, value in (("text_field", fields.text, text), ("pair_field", fields.pair, pair)):
         if name is not None and not isinstance(value, str):
@@ -130,8 +144,48 @@ def document_of(record: Any, fields: Fields, where: str) -> Document:
                 f"{where}: the field '{name}' holds {kind_of(value)}, and only text can be read. Remove or mend the "
                 f"record, or name another field as `{key}`."
             )
+        if fields.target and not str(value).strip():
+            raise DataError(
+                f"{where}: the field '{name}' is empty, and both source and target need a text. Mend or remove the "
+                f"record, or name another field as `{key}`."
+            )
     label = None if fields.label is None else _label(record[fields.label], fields, where)
     return Document(text, label, where, pair=pair)
+
+
+def _tagged_words(record: Mapping[str, Any], fields: Fields, where: str) -> Document:
+    """Takes the words of one record, and their tags where these are wanted."""
+    words = _listed(record[fields.text], "text_field", fields.text, where)
+    for number, word in enumerate(words, start=1):
+        if not isinstance(word, str) or not word.strip():
+            what = "blank" if isinstance(word, str) else kind_of(word)
+            raise DataError(
+                f"{where}: word {number} in '{fields.text}' is {what}, and each tag needs a word that can be read. "
+                "Take the word and its tag out, or mend the record."
+            )
+    tags = None
+    if fields.label is not None:
+        listed = _listed(record[fields.label], "label_field", fields.label, where)
+        if len(listed) != len(words):
+            raise DataError(
+                f"{where}: '{fields.text}' has {len(words):,} words and '{fields.label}' has {len(listed):,} tags. "
+                "Give each word one tag, or remove the record."
+            )
+        tags = tuple(_class(tag, fields, where) for tag in listed)
+    return Document(json.dumps(words, ensure_ascii=False) if words else "", None, where, tags=tags)
+
+
+def _listed(value: Any, key: str, name: str, where: str) -> list[Any]:
+    """The words or tags that a field holds: as a list, or as a text in which white space divides them."""
+    if isinstance(value, list | tuple):
+        return list(value)
+    if not isinstance(value, str) or (key == "label_field" and value.lstrip().startswith("[")):
+        what = "a list that was written as text" if isinstance(value, str) else kind_of(value)
+        raise DataError(
+            f"{where}: the field '{name}' holds {what}, and words and their tags are read from lists, or from texts "
+            f"in which spaces divide them. Write it so, as JSON lines do, or name another field as `{key}`."
+        )
+    return [int(part) if key == "label_field" and part.isascii() and part.isdigit() else part for part in value.split()]
 
 
 def _number(label: Any, fields: Fields, where: str) -> float:
@@ -150,8 +204,10 @@ def _number(label: Any, fields: Fields, where: str) -> float:
 
 def _label(label: Any, fields: Fields, where: str) -> int | str | float:
     """The class that a record says, whatever format it comes from; or its number."""
-    if fields.numbers:
-        return _number(label, fields, where)
+    return _number(label, fields, where) if fields.numbers else _class(label, fields, where)
+
+
+def _class(label: Any, fields: Fields, where: str) -> int | str:
     problem, classes = "", fields.classes
     # As CSV, JSON, pandas and `ClassLabel` write that there is none.
     blank = isinstance(label, str) and not label.strip()
@@ -178,6 +234,9 @@ def class_names(features: Any, fields: Fields) -> tuple[str, ...]:
         features: As JSON; whatever else a file holds there has no names.
     """
     feature = features.get(fields.label) if isinstance(features, Mapping) else None
+    if fields.tagged:
+        # A list of classes, which earlier versions write as a list of one feature.
+        feature = feature.get("feature") if isinstance(feature, Mapping) else next(iter(feature or ()), None)
     names = feature.get("names") if isinstance(feature, Mapping) else None
     # A feature of several fields, one of which is called so, has another feature there.
     return tuple(names) if isinstance(names, list) and all(isinstance(name, str) for name in names) else ()
@@ -228,6 +287,7 @@ def require_fields(present: Iterable[str], fields: Fields, where: str) -> None:
         mapping = as_overrides(fields.source, {f"fields.{key}": name for key, name in chat.items() if name != key})
         or_chat = f", or give the recipe a `chat` section if these are conversations: 'chat={{}}' {mapping}".rstrip()
     guesses = {"text_field": guess_text_field(names), "label_field": guess_label_field(names)}
+    guesses = guess_word_fields(names) if fields.tagged else guesses
     for key, field in (("text_field", fields.text), ("pair_field", fields.pair), ("label_field", fields.label)):
         if field is not None and field not in names:
             advice, guess = f"Name one of them as the source's `{key}`", guesses.get(key)
@@ -333,8 +393,10 @@ def _read_csv(path: Path, fields: Fields, meter: Meter) -> Iterator[Document]:
                     f"the line, or put quotes around texts that contain {delimiter!r}."
                 )
             record: dict[str, Any] = dict(zip(header, row, strict=True))
-            if fields.label is not None and (label := record[fields.label]).isascii() and label.isdigit():
-                record[fields.label] = int(label)  # CSV knows only text
+            if fields.label is not None and not fields.tagged:
+                label = record[fields.label]
+                # CSV knows only text.
+                record[fields.label] = int(label) if label.isascii() and label.isdigit() else label
             yield document_of(record, fields, where)
     except csv.Error as error:
         reason = "its lines end in carriage returns alone" if "new-line character" in str(error) else error
@@ -373,6 +435,36 @@ def _require_header(header: list[str], fields: Fields, path: Path) -> None:
         ) from error
 
 
+def _read_conll(path: Path, fields: Fields, meter: Meter) -> Iterator[Document]:
+    """Sentences that blank lines end: a word in each line, and its tag, the last of the columns."""
+    if not fields.tagged:
+        raise DataError(
+            f"{path} holds a word in each line, which is for tasks that tag words. Give a .txt, .jsonl, .json, "
+            ".parquet or .csv file."
+        )
+    first, words, tags = 1, list[str](), list[str]()
+
+    def sentence() -> Document:
+        return document_of({fields.label: tags, fields.text: words}, fields, f"{path}, line {first}")
+
+    for number, line in lines(path, meter):
+        columns = line.split()
+        if columns and columns[0] != "-DOCSTART-":
+            if len(columns) == 1 and fields.label is not None:
+                raise DataError(
+                    f"{path}, line {number} has a word and no tag. A line holds a word and, behind a space or tab, its "
+                    "tag in the last column; a blank line ends a sentence. Mend the line."
+                )
+            first = first if words else number
+            words.append(columns[0])
+            tags.append(columns[-1])
+        elif words:
+            yield sentence()
+            words, tags = [], []
+    if words:
+        yield sentence()
+
+
 def _read_parquet(path: Path, fields: Fields, meter: Meter) -> Iterator[Document]:
     import pyarrow
     import pyarrow.parquet
@@ -404,4 +496,5 @@ _READERS: dict[str, Callable[[Path, Fields, Meter], Iterator[Document]]] = {
     ".parquet": _read_parquet,
     ".csv": _read_csv,
     ".tsv": _read_csv,
+    ".conll": _read_conll,
 }

@@ -39,7 +39,15 @@ class TokenFile:
     """One side of a finished token folder, memory-mapped."""
 
     def __init__(
-        self, folder: Path, side: str, dtype: str, *, labelled: bool, masked: bool = False, paired: bool = False
+        self,
+        folder: Path,
+        side: str,
+        dtype: str,
+        *,
+        labelled: bool,
+        masked: bool = False,
+        paired: bool = False,
+        tagged: bool = False,
     ) -> None:
         """Opens what `write_tokens` has written.
 
@@ -53,10 +61,15 @@ class TokenFile:
         """(documents + 1,)"""
         self.labels: Int64s | None = None
         """(documents,): position in the folder's list of labels."""
-        if labelled:
+        if labelled and not tagged:
             self.labels = map_array(folder / f"{side}.labels.npy")
         self.firsts: Int64s | None = map_array(folder / f"{side}.firsts.npy") if paired else None
         """(documents,): tokens of the first text of each pair; None where documents have one text."""
+        self.token_labels: npt.NDArray[np.int32] | None = None
+        """(tokens,): position in the folder's list of labels, of the word that begins at a token; -1 where none does.
+        None where words have no labels."""
+        if tagged:
+            self.token_labels = map_array(folder / f"{side}.token_labels.npy", np.int32)
         self.mask = MaskFile(folder / f"{side}.mask") if masked else None
         """The tokens that are targets; None where all are."""
         self.digests: npt.NDArray[np.uint64] = map_array(folder / f"{side}.digests.npy", np.uint64)
@@ -103,6 +116,7 @@ def write_tokens(
         for batch, encoded in encode_all(batch_documents(chosen)):
             lengths, numbers, examples = encoded.lengths, encoded.numbers, encoded.examples
             codes = [labels.setdefault(item.label, len(labels)) for item in batch if item.label is not None]
+            token_labels = _label_tokens(batch, encoded, labels) if encoded.words is not None else None
             held = np.fromiter((item.held_out for item in batch), np.bool_, len(batch))
             for side, mask in ((sides[TRAIN], ~held), (sides[HELD_OUT], held)):
                 if mask.any():
@@ -111,9 +125,10 @@ def write_tokens(
                         [batch[i] for i in picked],
                         lengths[mask],
                         numbers[np.repeat(mask, lengths)],
-                        [codes[i] for i in picked] if rules.labelled else None,
+                        [codes[i] for i in picked] if codes else None,
                         [examples[i] for i in picked] if examples is not None else None,
                         encoded.firsts[mask] if encoded.firsts is not None else None,
+                        token_labels[np.repeat(mask, lengths)] if token_labels is not None else None,
                     )
             shards.advance(batch)
         shards.end()
@@ -134,6 +149,19 @@ def write_tokens(
     return {"dtype": dtype.name, "labels": list(labels), **counts}
 
 
+def _label_tokens(
+    batch: Sequence[Chosen], encoded: Encoded, labels: dict[int | str | float, int]
+) -> npt.NDArray[np.int32]:
+    """Positions in the list of labels, to which new ones are added: (tokens,); -1 where no word begins."""
+    tags = [item.tags or () for item in batch]
+    codes = np.array([labels.setdefault(tag, len(labels)) for tag in itertools.chain(*tags)] + [-1], np.int32)
+    counts = np.array([len(of_words) for of_words in tags])
+    before = np.repeat(np.cumsum(counts) - counts, encoded.lengths)
+    words = encoded.words
+    assert words is not None
+    return codes[np.where(words >= 0, before + words, -1)]
+
+
 class SplitWriter:
     """Writes one side of the split. What is held in memory does not grow with the documents."""
 
@@ -151,10 +179,12 @@ class SplitWriter:
             "firsts": np.int64,
             "digests": np.uint64,
             "copies": np.uint32,
+            "token_labels": np.int32,
             "loose": np.bool_,  # one byte a token while the file grows, and only if something is masked
         }
         self._files = [GrowingArray(folder / f"{name}.{kind}", of) for kind, of in kinds.items()]
-        self._tokens, self._lengths, self._labels, self._firsts, self._digests, self._copies, self._loose = self._files
+        self._tokens, self._lengths, self._labels, self._firsts, self._digests, self._copies = self._files[:6]
+        self._token_labels, self._loose = self._files[6:]
         self.facts = Facts()
         self._ends: Counter[int] = Counter()
         self._issues = Issues()
@@ -199,6 +229,7 @@ class SplitWriter:
         labels: Sequence[int] | None,
         examples: Sequence[Example] | None,
         firsts: npt.NDArray[np.uint32] | None,
+        token_labels: npt.NDArray[np.int32] | None = None,
     ) -> None:
         """Appends documents; those without a token are only counted."""
         for example in examples or ():
@@ -209,15 +240,16 @@ class SplitWriter:
         self._empty += int((~kept).sum())
         chosen = np.flatnonzero(kept).tolist()
         done = len(self._lengths) - self._first
-        self._issues.look(
-            (items[i] for i in chosen), done, self._restore, chat=examples is not None or firsts is not None
-        )
+        as_json = any(part is not None for part in (examples, firsts, token_labels))
+        self._issues.look((items[i] for i in chosen), done, self._restore, chat=as_json)
         self._digests.append(np.array([items[i].digest for i in chosen], np.uint64))
         self._copies.append(np.array([items[i].copies for i in chosen], np.uint32))
         if labels is not None:
             self._labels.append(np.array([labels[i] for i in chosen], np.int64))
         if firsts is not None:
             self._firsts.append(firsts[kept].astype(np.int64))
+        if token_labels is not None:
+            self._token_labels.append(token_labels)
         sizes = lengths[kept].astype(np.int64)
         ends = np.cumsum(sizes)
         bos, eos = self._around
@@ -242,7 +274,7 @@ class SplitWriter:
             documents = self._first + np.flatnonzero(copies > number)
             offsets, lengths = self._offsets(), self._lengths.view()
             written, learned, labels = self._tokens.view(), self._loose.view(), self._labels.view()
-            firsts = self._firsts.view()
+            firsts, token_labels = self._firsts.view(), self._token_labels.view()
             cuts = np.flatnonzero(np.diff(np.cumsum(lengths[documents]) // _COPY_TOKENS)) + 1
             for part in np.split(documents, cuts):
                 pieces = [slice(offsets[i], offsets[i + 1]) for i in part.tolist()]
@@ -250,6 +282,8 @@ class SplitWriter:
                 self._lengths.append(lengths[part])
                 if learned.size:
                     self._loose.append(np.concatenate([learned[piece] for piece in pieces]))
+                if token_labels.size:
+                    self._token_labels.append(np.concatenate([token_labels[piece] for piece in pieces]))
                 if labels.size:
                     self._labels.append(labels[part])
                 if firsts.size:
@@ -271,6 +305,8 @@ class SplitWriter:
             np.save(f"{self._stem}.labels.npy", self._labels.view(), allow_pickle=False)
         if len(self._firsts):
             np.save(f"{self._stem}.firsts.npy", self._firsts.view(), allow_pickle=False)
+        if len(self._token_labels):
+            np.save(f"{self._stem}.token_labels.npy", self._token_labels.view(), allow_pickle=False)
         for file in self._files:
             file.close()
         if masked:
@@ -406,7 +442,7 @@ def training_texts(
     """
     count = before = 0
     for corpus in corpora:
-        as_json = corpus.fields.form is not None or corpus.fields.pair is not None
+        as_json = corpus.fields.form is not None or corpus.fields.pair is not None or corpus.fields.tagged
         for item in choose_texts(corpus, rules, held_digests):
             if item.text and not item.held_out:
                 count += 1

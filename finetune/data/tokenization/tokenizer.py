@@ -159,22 +159,39 @@ def restore_text(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
     return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
-def wrapping_of(tokenizer: PreTrainedTokenizerBase) -> Wrapping:
+def wrapping_of(tokenizer: PreTrainedTokenizerBase, *, target: bool = False) -> Wrapping:
     """Finds what the tokenizer itself puts before and behind a text.
+
+    Args:
+        target: True for a text that is to be written, which some tokenizers treat otherwise (mBART's language codes).
 
     Raises:
         DataError: If it does something else to the text as well.
     """
-    probe = "a"
-    bare = list(tokenizer.encode(probe, add_special_tokens=False))
-    full = list(tokenizer.encode(probe, add_special_tokens=True))
+    probe = "text_target" if target else "text"
+    bare, full = (list(tokenizer(**{probe: "a"}, add_special_tokens=add)["input_ids"]) for add in (False, True))
     for start in range(len(full) - len(bare) + 1):
         if full[start : start + len(bare)] == bare:
             return Wrapping(tuple(full[:start]), tuple(full[start + len(bare) :]))
     raise DataError(
         f"The tokenizer {type(tokenizer).__name__} changes a text when it adds special tokens, so its documents cannot "
-        "be prepared for a classifier. Name another as tokenizer.name."
+        "be prepared for this task. Name another as tokenizer.name."
     )
+
+
+def target_wrapping_of(tokenizer: PreTrainedTokenizerBase) -> Wrapping:
+    """Finds what the tokenizer puts before and behind a target, and adds the end of text if that is not there.
+
+    Raises:
+        DataError: If it has none, or does something else to the text as well.
+    """
+    found, end = wrapping_of(tokenizer, target=True), tokenizer.eos_token_id
+    if end is None:
+        raise DataError(
+            f"The tokenizer {type(tokenizer).__name__} has no end-of-text token, so that no target would end, nor what "
+            "is generated. Name another as tokenizer.name, or give this one an eos_token."
+        )
+    return found if end in found.behind else found._replace(behind=(*found.behind, end))
 
 
 def pairing_of(tokenizer: PreTrainedTokenizerBase) -> Wrapping:
@@ -282,17 +299,30 @@ class Encoded:
     """The same with masks and facts, for conversations."""
     firsts: npt.NDArray[np.uint32] | None = None
     """Of pairs, tokens of the first text of each."""
+    words: npt.NDArray[np.int32] | None = None
+    """Of lists of words, the number of the word that begins at each token, within its document; -1 where none does."""
 
 
 class Encoder:
     """Turns texts into tokens with one tokenizer, without special tokens."""
 
-    def __init__(self, tokenizer: Any, *, num_workers: int | None, pairs: bool = False) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        num_workers: int | None,
+        pairs: bool = False,
+        tagged: bool = False,
+        targets: bool = False,
+    ) -> None:
         """Takes a transformers tokenizer, and a number of threads; None for one a core.
 
-        A tokenizer without a fast backend is slow but works, in one thread. Of pairs, each is the JSON of two texts.
+        A tokenizer without a fast backend is slow but works, in one thread. Of pairs, each is the JSON of two texts,
+        with `targets` the second is one that is to be written; where words are tagged, of these.
         """
-        self._tokenizer, self._pairs = tokenizer, pairs
+        self._tokenizer, self._pairs, self._tagged = tokenizer, pairs, tagged
+        # Marian has a vocabulary for each side.
+        self._sides = ("text", "text_target") if targets else ("text", "text")
         self._num_workers = num_workers or cores()
 
     @cached_property
@@ -309,9 +339,15 @@ class Encoder:
         decoded = [text.decode() for text in texts]
         if self._pairs:
             decoded = [part for text in decoded for part in (json.loads(text) if text else ("", ""))]
+        if self._tagged:
+            return self._encode_words([json.loads(text) if text else [] for text in decoded])
         if self._fast is None:
             options = {"add_special_tokens": False, "split_special_tokens": True}
-            lists = [self._tokenizer.encode(text, **options) for text in decoded]
+            sides = itertools.cycle(self._sides)
+            lists = [
+                self._tokenizer(**{side: text}, **options)["input_ids"]
+                for side, text in zip(sides, decoded, strict=False)
+            ]
         else:
             lists = [found.ids for found in self._fast.encode_batch_fast(decoded, add_special_tokens=False)]
         lengths = np.array([len(ids) for ids in lists], np.uint32)
@@ -319,6 +355,25 @@ class Encoder:
         if self._pairs:
             return Encoded(lengths[::2] + lengths[1::2], numbers, firsts=lengths[::2])
         return Encoded(lengths, numbers)
+
+    def _encode_words(self, documents: Sequence[Sequence[str]]) -> Encoded:
+        """Tokens of words with a space between them, as whoever opens the model tokenizes texts.
+
+        Words that are tokenized one by one would lose their spaces in the byte-level tokens of GPT-2 and Llama.
+
+        Raises:
+            DataError: If the tokenizer does not say which characters a token stands for.
+        """
+        if self._fast is None:
+            raise DataError(
+                f"The tokenizer {type(self._tokenizer).__name__} has no fast form (tokenizer.json), and no other says "
+                "which word a token belongs to, so words cannot be tagged with it. Name another as tokenizer.name."
+            )
+        found = self._fast.encode_batch([" ".join(words) for words in documents], add_special_tokens=False)
+        lengths = np.array([len(encoding.ids) for encoding in found], np.uint32)
+        numbers = np.fromiter(itertools.chain.from_iterable(e.ids for e in found), np.uint32, int(lengths.sum()))
+        begun = [_first_tokens(words, encoding.offsets) for words, encoding in zip(documents, found, strict=True)]
+        return Encoded(lengths, numbers, words=np.concatenate(begun))
 
     def encode_all(self, batches: Iterable[Sequence[Chosen]]) -> Iterator[tuple[Sequence[Chosen], Encoded]]:
         """Encodes batches lazily and returns each with its tokens, in order whatever the number of threads."""
@@ -336,6 +391,25 @@ class Encoder:
                 yield done, future.result()
         finally:
             threads.shutdown(cancel_futures=True)
+
+
+def _first_tokens(words: Sequence[str], offsets: Sequence[tuple[int, int]]) -> npt.NDArray[np.int32]:
+    """The number of the word that begins at each token, or -1: (tokens,).
+
+    A word without a token of its own begins nowhere.
+
+    Args:
+        offsets: Characters of each token, of the words with a space between them.
+    """
+    starts, ends = np.array(offsets, np.int64).reshape(-1, 2).T
+    lengths = np.array([len(word) for word in words], np.int64)
+    word_ends = np.cumsum(lengths + 1) - 1
+    first = np.searchsorted(ends, word_ends - lengths, side="right")
+    begun = np.flatnonzero(np.append(starts, word_ends[-1:])[first] < word_ends)[::-1]
+    found = np.full(len(starts), -1, np.int32)
+    # Of several words in a token the first, which is written last.
+    found[first[begun]] = begun
+    return found
 
 
 def open_tokenizer(definition: str) -> Tokenizer:

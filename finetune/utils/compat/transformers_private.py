@@ -1,5 +1,6 @@
 """Private names of transformers."""
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 from unittest.mock import patch
@@ -30,6 +31,18 @@ def model_mapping(auto_class: Any) -> Any:
 def tied_names(network_class: Any) -> dict[str, str]:
     """Returns the tensors that a class of networks ties if `tie_word_embeddings` is set: each name, and its source."""
     return dict(network_class._tied_weights_keys or {})
+
+
+def untie(network: Any, names: Sequence[str]) -> None:
+    """Has a network keep tensors apart from those that its class ties them to, now and when ties are made anew."""
+    network._tied_weights_keys = {k: source for k, source in network._tied_weights_keys.items() if k not in names}
+    for name in names:
+        source = network.all_tied_weights_keys.pop(name, None)
+        tensor = network.get_parameter(name)
+        if source is not None and tensor is network.get_parameter(source):
+            owner, _, last = name.rpartition(".")
+            copied = nn.Parameter(tensor.detach().clone(), requires_grad=tensor.requires_grad)
+            setattr(network.get_submodule(owner), last, copied)
 
 
 def attention_implementation(config: PretrainedConfig) -> str | None:
