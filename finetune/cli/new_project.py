@@ -19,6 +19,7 @@ from rich.tree import Tree
 from finetune.cli.choose_launch import UNPLANNED, sharing, this_machine
 from finetune.cli.recipe_sizes import RecipeSizes, default_sizes, size_recipe
 from finetune.config import path_kinds
+from finetune.config.provenance import Origin
 from finetune.config.recipe import RecipeLoader, apply_override, dump_tree, validate_recipe
 from finetune.config.recipe_schema import Recipe
 from finetune.data.class_labels import ClassList
@@ -154,9 +155,10 @@ def make_recipe(project: Project, overrides: Sequence[str]) -> KeptRecipe:
         draft = _draft_recipe(replace(project, output=folder), {k: v for k, v in source.items() if k in _COLUMNS})
         text, lines = draft.text(), [*draft.lines, f"Recipe: {file}"]
         if overrides:
-            tree = parse(text, RecipeLoader)
+            made, tree = parse(text, RecipeLoader), parse(text, RecipeLoader)
             for override in overrides:
                 apply_override(tree, override)
+            validate_recipe(tree, Origin("The recipe that is made", made, overrides), BUILT_IN)
             text = dump_tree(tree)
         text = f"# {command}\n{text}"
     recipe = validate_recipe(parse(text, RecipeLoader), str(file), BUILT_IN)

@@ -213,6 +213,8 @@ def test_nothing_is_left_where_sft_is_refused(
     tmp_path: Path, questions: str, monkeypatch: pytest.MonkeyPatch, on: Callable[[Machines], None]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    with pytest.raises(RecipeError, match=r"made sets length\.epochs; .* `length\.epochs=null length\.steps=20`"):
+        make_recipe(Project(model=testdata.MODEL, data=questions), ["length.steps=20"])
     on(machine(1, 0.01))
     assert main.main(["sft", "--model", testdata.MODEL, "--data", questions]) == 2
     assert main.main(["sft", "--model", testdata.MODEL, "--data", "nothing.csv"]) == 2
