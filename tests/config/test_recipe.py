@@ -273,7 +273,7 @@ PROMPTS = {"eval": {"prompts": [{"sample": 1}, {"sample": 3}], "metrics": ["f1"]
         ({"length": {"tokens": 5}}, ["seed=1", "length.steps=0"], "length.tokens=null length.steps=0"),
         ({"length": {"epochs": 1}}, ["length.steps=2", "length.tokens=9"], "length.epochs=null length.tokens=9"),
         ({}, ["model=x"], "model.config=null model=x"),
-        ({"model": {"name": "x"}}, ["model.config={model_type: t5}"], "model.name=null 'model.config={model_type: t5}'"),
+        ({"model": {"name": "x"}}, ["model.config={model_type: a}"], "model.name=null 'model.config={model_type: a}'"),
         ({}, ["tokenizer.name=x"], "tokenizer.vocab_size=null tokenizer.name=x"),
         ({"schedule": {"warmup_steps": 3}}, ["schedule.warmup_fraction=0.1"],
          "schedule.warmup_steps=null schedule.warmup_fraction=0.1"),
