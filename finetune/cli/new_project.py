@@ -28,7 +28,7 @@ from finetune.data.tokenization.tokenizer import load_tokenizer
 from finetune.distributed.launch.predicted_environment import launch_of_file
 from finetune.models.head_classes import head_classes
 from finetune.models.heads import NEXT_TOKEN
-from finetune.models.model_config import resolve_model_config
+from finetune.models.model_config import longest_row, resolve_model_config
 from finetune.planning import recommendations
 from finetune.planning.planner import make_plan
 from finetune.planning.step_time import Machines
@@ -255,8 +255,7 @@ def _least_recipe(project: Project, survey: SourceSurvey | None, template: str |
 def _positions(recipe: Recipe, task: str) -> int:
     """Returns the positions that the model knows; many where it names none."""
     config = resolve_model_config(recipe, classification.HEAD if task == "classify" else NEXT_TOKEN)
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return positions if positions is not None and positions > 0 else 1 << 20
+    return longest_row(config) or 1 << 20
 
 
 def _choose_launch(
