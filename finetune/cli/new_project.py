@@ -41,6 +41,8 @@ from finetune.utils.yaml_files import parse
 TASKS = ("lm", "chat", "classify", "custom")
 _KINDS: dict[str, Kind] = {"lm": "text", "chat": "conversations", "classify": "labelled"}
 _COLUMNS = ("text_field", "label_field", "fields")
+# As many times the documents of the smallest class.
+_UNEQUAL = 4
 KEPT_RECIPE = "sft.yaml"
 """Name of the recipe that `finetune sft` keeps in a run directory, which the run itself does not touch."""
 _FILES = jinja2.Environment(
@@ -169,7 +171,10 @@ def make_recipe(project: Project, overrides: Sequence[str]) -> KeptRecipe:
 
 def _run_name(project: Project) -> str:
     """Returns a run directory named after what is trained on what."""
-    parts = [Path(project.model or "model").resolve().name, Path(project.data or "data").stem, project.adapters]
+    model = Path(project.model or "model").resolve()
+    # A run's model lies in a folder of that name.
+    name = model.parent.name if model.name == "model" else model.name
+    parts = [name, Path(project.data or "data").stem, project.adapters]
     return "runs/" + "-".join(re.sub(r"[^\w.]+", "-", part).strip("-.") or "data" for part in parts if part)
 
 
@@ -225,7 +230,21 @@ def _draft_recipe(project: Project, columns: Mapping[str, Any] | None = None) ->
     elif least is not None:
         sizes = default_sizes(min(1024, positions), machines.ranks)
     found = [f"Found in {survey.line()}."] if survey is not None else []
-    return _Draft(project, sharing(machines, sizes.rows), {**values, "sizes": sizes}, (*found, *sizes.warnings))
+    unequal = _unequal_classes(survey.labels) if survey is not None else []
+    lines = (*found, *unequal, *sizes.warnings)
+    return _Draft(project, sharing(machines, sizes.rows), {**values, "sizes": sizes}, lines)
+
+
+def _unequal_classes(labels: Mapping[int | str, int]) -> list[str]:
+    """Returns a line where some class is much larger than another."""
+    ordered = sorted(labels, key=lambda label: labels[label])
+    if not ordered or labels[ordered[-1]] < _UNEQUAL * labels[ordered[0]]:
+        return []
+    most, least = ordered[-1], ordered[0]
+    return [
+        f"Class {most} has {labels[most]:,} documents, and {least} {labels[least]:,}: with "
+        "task.class_weights=balanced each class counts alike."
+    ]
 
 
 def _size_to(survey: SourceSurvey, recipe: Recipe | None, positions: int, ranks: int) -> RecipeSizes:

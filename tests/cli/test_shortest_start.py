@@ -199,7 +199,11 @@ def test_the_models_own_template_and_classes(questions: str, tmp_path: Path) -> 
     reviews = tmp_path / "reviews.jsonl"
     labels = ["good"] * 7 + ["bad", "mixed"]
     reviews.write_text("".join(json.dumps({"Review": f"It is {n}.", "label": labels[n % 9]}) + "\n" for n in range(90)))
-    recipe = make_recipe(Project(model=str(model), data=str(reviews)), []).recipe
+    made = make_recipe(Project(model=str(model), data=str(reviews)), [])
+    assert made.lines[1].startswith("Class good has 70 documents, and bad 10: with task.class_weights=balanced")
+    # A run's model lies in its folder `model`.
+    assert made.file == Path("runs") / f"{tmp_path.name}-reviews" / "sft.yaml"
+    recipe = made.recipe
     assert (recipe.task.name, recipe.task.num_labels) == ("sequence_classification", 3)
     assert recipe.data.train[0].text_field == "Review"
 
