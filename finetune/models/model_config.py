@@ -110,7 +110,7 @@ def first_position(config: PretrainedConfig) -> int:
     them for rows of 512 tokens. No key of a configuration says it, so it is read in the network's code.
     """
     text = config.get_text_config()
-    fixed = _padding_before_rows(type(text))
+    fixed = _padding_before_rows(type(text))  # type: ignore[arg-type]
     if fixed is None:
         return 0
     return (int(fixed) if fixed.isdecimal() else getattr(text, "pad_token_id", None) or 0) + 1

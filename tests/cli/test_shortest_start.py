@@ -159,6 +159,7 @@ def test_a_recipe_is_made_once(questions: str, tmp_path: Path, monkeypatch: pyte
     assert recipe.data.train[0].fields == {"user": "Question", "assistant": "Answer"}
     assert (recipe.optim.lr, recipe.output.dir) == (1e-3, "runs/llama-faq-lora")
     assert "300 conversations" in made.lines[0]
+    assert "When it is trained: `finetune chat runs/llama-faq-lora`." in made.lines
     made.file.parent.mkdir(parents=True)
     edited = made.text.replace("epochs: ", "epochs: 1")
     made.file.write_text(edited)
@@ -203,6 +204,7 @@ def test_the_models_own_template_and_classes(questions: str, tmp_path: Path) -> 
     assert made.lines[1].startswith("Class good has 70 documents, and bad 10: with task.class_weights=balanced")
     # A run's model lies in its folder `model`.
     assert made.file == Path("runs") / f"{tmp_path.name}-reviews" / "sft.yaml"
+    assert any(line.startswith("When it is trained: `finetune predict runs/") for line in made.lines)
     recipe = made.recipe
     assert (recipe.task.name, recipe.task.num_labels) == ("sequence_classification", 3)
     assert recipe.data.train[0].text_field == "Review"
