@@ -19,6 +19,7 @@ from rich.tree import Tree
 from finetune.cli.choose_launch import UNPLANNED, sharing, this_machine
 from finetune.cli.recipe_sizes import RecipeSizes, default_sizes, size_recipe
 from finetune.config import path_kinds
+from finetune.config.provenance import Origin
 from finetune.config.recipe import RecipeLoader, apply_override, dump_tree, validate_recipe
 from finetune.config.recipe_schema import Recipe
 from finetune.data.class_labels import ClassList
@@ -27,7 +28,7 @@ from finetune.data.tokenization.tokenizer import load_tokenizer
 from finetune.distributed.launch.predicted_environment import launch_of_file
 from finetune.models.head_classes import head_classes
 from finetune.models.heads import NEXT_TOKEN
-from finetune.models.model_config import resolve_model_config
+from finetune.models.model_config import longest_row, resolve_model_config
 from finetune.planning import recommendations
 from finetune.planning.planner import make_plan
 from finetune.planning.step_time import Machines
@@ -40,6 +41,8 @@ from finetune.utils.yaml_files import parse
 TASKS = ("lm", "chat", "classify", "custom")
 _KINDS: dict[str, Kind] = {"lm": "text", "chat": "conversations", "classify": "labelled"}
 _COLUMNS = ("text_field", "label_field", "fields")
+# As many times the documents of the smallest class.
+_UNEQUAL = 4
 KEPT_RECIPE = "sft.yaml"
 """Name of the recipe that `finetune sft` keeps in a run directory, which the run itself does not touch."""
 _FILES = jinja2.Environment(
@@ -154,20 +157,29 @@ def make_recipe(project: Project, overrides: Sequence[str]) -> KeptRecipe:
         draft = _draft_recipe(replace(project, output=folder), {k: v for k, v in source.items() if k in _COLUMNS})
         text, lines = draft.text(), [*draft.lines, f"Recipe: {file}"]
         if overrides:
-            tree = parse(text, RecipeLoader)
+            made, tree = parse(text, RecipeLoader), parse(text, RecipeLoader)
             for override in overrides:
                 apply_override(tree, override)
+            validate_recipe(tree, Origin("The recipe that is made", made, overrides), BUILT_IN)
             text = dump_tree(tree)
         text = f"# {command}\n{text}"
     recipe = validate_recipe(parse(text, RecipeLoader), str(file), BUILT_IN)
     path_kinds.check_paths(recipe)
+    place = shlex.quote(recipe.output.dir)
+    use = f"chat {place}" if recipe.chat is not None else f"generate {place} --prompt TEXT"
+    if recipe.task.name == classification.NAME:
+        use = f"predict {place} FILE"
+    lines.append(f"When it is trained: `finetune {use}`.")
     lines.append(f"To go on from it, edit it and run `finetune train {file} output.dir=runs/NEW`.")
     return KeptRecipe(file, text, recipe, tuple(lines))
 
 
 def _run_name(project: Project) -> str:
     """Returns a run directory named after what is trained on what."""
-    parts = [Path(project.model or "model").resolve().name, Path(project.data or "data").stem, project.adapters]
+    model = Path(project.model or "model").resolve()
+    # A run's model lies in a folder of that name.
+    name = model.parent.name if model.name == "model" else model.name
+    parts = [name, Path(project.data or "data").stem, project.adapters]
     return "runs/" + "-".join(re.sub(r"[^\w.]+", "-", part).strip("-.") or "data" for part in parts if part)
 
 
@@ -223,7 +235,21 @@ def _draft_recipe(project: Project, columns: Mapping[str, Any] | None = None) ->
     elif least is not None:
         sizes = default_sizes(min(1024, positions), machines.ranks)
     found = [f"Found in {survey.line()}."] if survey is not None else []
-    return _Draft(project, sharing(machines, sizes.rows), {**values, "sizes": sizes}, (*found, *sizes.warnings))
+    unequal = _unequal_classes(survey.labels) if survey is not None else []
+    lines = (*found, *unequal, *sizes.warnings)
+    return _Draft(project, sharing(machines, sizes.rows), {**values, "sizes": sizes}, lines)
+
+
+def _unequal_classes(labels: Mapping[int | str, int]) -> list[str]:
+    """Returns a line where some class is much larger than another."""
+    ordered = sorted(labels, key=lambda label: labels[label])
+    if not ordered or labels[ordered[-1]] < _UNEQUAL * labels[ordered[0]]:
+        return []
+    most, least = ordered[-1], ordered[0]
+    return [
+        f"Class {most} has {labels[most]:,} documents, and {least} {labels[least]:,}: with "
+        "task.class_weights=balanced each class counts alike."
+    ]
 
 
 def _size_to(survey: SourceSurvey, recipe: Recipe | None, positions: int, ranks: int) -> RecipeSizes:
@@ -253,8 +279,7 @@ def _least_recipe(project: Project, survey: SourceSurvey | None, template: str |
 def _positions(recipe: Recipe, task: str) -> int:
     """Returns the positions that the model knows; many where it names none."""
     config = resolve_model_config(recipe, classification.HEAD if task == "classify" else NEXT_TOKEN)
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return positions if positions is not None and positions > 0 else 1 << 20
+    return longest_row(config) or 1 << 20
 
 
 def _choose_launch(

@@ -9,6 +9,7 @@ import difflib
 import json
 import math
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from pydantic.fields import FieldInfo
 
 from finetune.config import file_kinds
 from finetune.config.peer_keys import called_here
-from finetune.config.provenance import Origin
+from finetune.config.provenance import Origin, concerns_key, place_of, places
 from finetune.config.recipe_schema import Recipe, Section, ranking, section_in
 from finetune.utils.errors import RecipeError
 from finetune.utils.file_formats import read_text
@@ -41,6 +42,18 @@ TAG_FIGURES = ("accuracy", "precision", "recall", "f1")
 _RENAMED = {
     "checkpoint.keep_best": "it is `keep_best_by` now; for `true` leave it out, for `false` write `keep_best_by: null`"
 }
+
+# Keys of which a section, or each item of a list of sources, takes one.
+_SOURCE = ("sample", "path", "hub")
+_ONE_OF = {
+    "length": ("steps", "epochs", "tokens"),
+    "model": ("name", "config"),
+    "tokenizer": ("name", "vocab_size"),
+    "schedule": ("warmup_steps", "warmup_fraction"),
+    **dict.fromkeys(("data.train", "data.validation", "eval.prompts"), _SOURCE),
+}
+# Keys of two sections of which a recipe takes one; problems name the first.
+_ONE_OF_BOTH = {"task.class_weights": "task.loss", "model.freeze": "lora", "model.fp8": "lora"}
 
 SCHEMA_FILE = Path(__file__).with_name("recipe.schema.json")
 """File with the JSON schema of recipes, installed for editors."""
@@ -181,8 +194,40 @@ def validate_recipe(
         said = [f"{origin}: {problem}" if origin else problem for _, problem in problems]
         raise RecipeError.of(origin or "The recipe", said)
     in_file = [problem for _, problem in _checked(origin.tree, tasks)[1]] if origin.overrides else []
-    said = [f"{origin.of(key, problem, in_file)}: {problem}" for key, problem in problems]
+    said = [
+        _exclusion(tree, origin, key, problem) or f"{origin.of(key, problem, in_file)}: {problem}"
+        for key, problem in problems
+    ]
     raise RecipeError.of(str(origin.path), said)
+
+
+def _exclusion(tree: Mapping[str, Any], origin: Origin, key: str, problem: str) -> str:
+    """Returns a problem of keys that exclude each other, with who set them, and what to type to replace the file's.
+
+    It is empty for other problems, and where the command line sets none of the keys.
+    """
+    names = _ONE_OF.get(re.sub(r"\.\d+$", "", key), ())
+    group = [f"{key}.{name}" for name in names] or [key, _ONE_OF_BOTH.get(key, key)]
+    given = [name for name in group if _is_given(tree, name)]
+    typed = {text: name for text in origin.overrides for name in given if concerns_key(text, name)}
+    if len(given) < 2 or not typed:
+        return ""
+    said = f"{' '.join(typed)} (command line): {problem.removesuffix('.')}"
+    in_file = [name for name in given if name not in typed.values()]
+    if not in_file:
+        return said
+    lines = places(origin.path)
+    theirs = ", ".join(f"{place_of(name, origin.path, lines)} sets {name}" for name in in_file)
+    defaults = [RECIPE_FIELDS[re.sub(r"\.\d+\.", ".0.", name)].default for name in in_file]
+    back = [f"{name}={json.dumps(default)}" for name, default in zip(in_file, defaults, strict=True)]
+    return f"{said}. {theirs}; to replace it, write `{shlex.join([*back, [*typed][-1]])}`"
+
+
+def _is_given(tree: Any, key: str) -> bool:
+    """Tells if plain keys and values hold a key that is not off."""
+    for name in key.split("."):
+        tree = tree[int(name)] if isinstance(tree, list) else tree.get(name) if isinstance(tree, Mapping) else None
+    return tree is not None and tree is not False
 
 
 def _checked(
@@ -194,7 +239,9 @@ def _checked(
         recipe = Recipe.model_validate_json(json.dumps(write_out(tree), default=str), strict=True)
     except ValidationError as error:
         found = error.errors(include_url=False)
-        return None, [(".".join(map(str, item["loc"])), _problem(item)) for item in found]
+        problems = [(".".join(map(str, item["loc"])), _problem(item)) for item in found]
+        # A problem of the whole recipe names its key itself.
+        return None, [(key or problem.partition(":")[0], problem) for key, problem in problems]
     return recipe, [(problem.partition(":")[0], problem) for problem in _conflicts(recipe, tasks)]
 
 

@@ -74,6 +74,26 @@ class ChatReport:
 
 
 @dataclass(frozen=True)
+class TargetReport:
+    """Figures of the numbers that a regression learns, in their own unit. Copies by weight are counted."""
+
+    minimum: float
+    mean: float
+    maximum: float
+    deviation: float
+    """Standard deviation of all documents, not an estimate from a sample."""
+
+    def line(self) -> str:
+        """Returns a line for people."""
+        if self.minimum == self.maximum:
+            return f"all targets are {self.mean:.6g}, and there is nothing to tell apart"
+        return (
+            f"targets: {self.minimum:.6g} to {self.maximum:.6g}, mean {self.mean:.6g}, "
+            f"standard deviation {self.deviation:.6g}"
+        )
+
+
+@dataclass(frozen=True)
 class SplitReport:
     """The training or the validation documents."""
 
@@ -115,6 +135,8 @@ class SplitReport:
     """Documents, or words, of each class, copies by weight counted; empty for other tasks."""
     labels_cut: int = 0
     """Labelled words behind the end of a row."""
+    numbers: TargetReport | None = None
+    """None for other tasks than regression."""
 
 
 @dataclass(frozen=True)
@@ -169,6 +191,8 @@ class DataReport:
             lines.append(f"{count:,} {what}{others}; see `finetune data`")
         if self.train is not None and self.train.classes:
             lines.append(f"classes: {_class_counts(self.train.classes)}")
+        if self.train is not None and self.train.numbers is not None:
+            lines.append(self.train.numbers.line())
         return [*lines, *self._class_notes()]
 
     def _too_long_lines(self, split: SplitReport) -> list[str]:
@@ -220,6 +244,8 @@ def _split_lines(name: str, split: SplitReport) -> list[str]:
         )
     if split.classes:
         lines.append(f"    classes: {_class_counts(split.classes)}")
+    if split.numbers is not None:
+        lines.append(f"    {split.numbers.line()}")
     if found := [f"{count:,} {what}" for what, count in _notes(split).items()]:
         lines.append(f"    {', '.join(found)}")
     lines += [f"    {f.count:,} of {f.of:,} {WORDS[f.kind]}; the first: {f.example}" for f in split.findings]

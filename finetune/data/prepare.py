@@ -15,7 +15,15 @@ from finetune.config.recipe_schema import Recipe, Source
 from finetune.data.chat.chat_encoder import ChatEncoder
 from finetune.data.chat.chat_templates import find_template
 from finetune.data.class_labels import ClassList, KnownClasses
-from finetune.data.data_report import NO_END, ChatReport, DataReport, SourceReport, SplitReport, check_bounds
+from finetune.data.data_report import (
+    NO_END,
+    ChatReport,
+    DataReport,
+    SourceReport,
+    SplitReport,
+    TargetReport,
+    check_bounds,
+)
 from finetune.data.prepared_cache import Cache, Entry
 from finetune.data.progress_bar import documents_bar
 from finetune.data.rows import packed_rows
@@ -418,6 +426,11 @@ class _Preparation:
         of_classes: dict[str, int] = {}
         if classes is not None:
             of_classes = dict(zip(classes.names, rows.class_counts(classes.count).tolist(), strict=True))
+        numbers = None
+        if self._numbers and rows.classes is not None:
+            learned = rows.classes.astype(np.float64)
+            figures = (learned.min(), learned.mean(), learned.max(), learned.std())
+            numbers = TargetReport(*map(float, figures))
         found = findings(counts["issues"])
         chat, eos = None, self._tokenizer.eos_token_id
         wants_end = self._targets or (not self._labelled and (self._data.add_eos or self._chat is not None))
@@ -469,6 +482,7 @@ class _Preparation:
             ended_share=ended / total if total else 0.0,
             findings=found,
             classes=of_classes,
+            numbers=numbers,
             **{name: counts[name] for name in ("documents", "tokens", "duplicates")},
             **{name: made.get(name, 0) for name in _OF_ROWS},
         )

@@ -48,8 +48,7 @@ def recipe_of(
     longest = min(_LONGEST, opened.longest or _LONGEST)
     if opened.task.labelled or opened.task.paired:
         # A row is as long as its document, and no longer.
-        known = opened.longest or 0  # -1 where it is said to have no end
-        longest = min(known if known > 0 else _LONGEST, opened.tokenizer.model_max_length)
+        longest = min(opened.longest or _LONGEST, opened.tokenizer.model_max_length)
     tree: dict[str, Any] = {"data": {"sequence_length": longest}}
     origin: dict[str, Any] = {}
     if opened.recipe is not None:

@@ -15,6 +15,7 @@ from finetune.config.recipe_schema import Recipe
 from finetune.export import find_weights, merge
 from finetune.models import lora_adapters, pretrained_files, prompts
 from finetune.models.heads import NEXT_TOKEN, Head
+from finetune.models.model_config import longest_row
 from finetune.tasks import causal_lm, classification, regression
 from finetune.tasks.task import Batch, Task, TaskData
 from finetune.tasks.task_lookup import built_in_task, named_task
@@ -89,13 +90,14 @@ class LoadedModel:
         ):
             raise RecipeError(
                 f"{place} gives several classes or numbers for a document, as its config.json says (problem_type "
-                f"{config.problem_type}, num_labels {config.num_labels}). Name a model that gives one."
+                f"{config.problem_type}, num_labels {config.num_labels}). Name a model that gives one, or train one "
+                "from it, on documents with one class or number."
             )
 
     @property
     def longest(self) -> int | None:
-        """Number of positions that the network knows."""
-        return getattr(lora_adapters.config_of(self.network).get_text_config(), "max_position_embeddings", None)
+        """Number of tokens that the network can place; None without a limit."""
+        return longest_row(lora_adapters.config_of(self.network))
 
     @property
     def device(self) -> torch.device:

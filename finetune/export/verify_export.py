@@ -22,6 +22,7 @@ from torch import nn
 from finetune.export import fresh_process
 from finetune.models import lora_adapters
 from finetune.models.heads import Head
+from finetune.models.model_config import longest_row
 from finetune.tasks import classification
 from finetune.tasks.task import TaskData
 from finetune.utils import json_files
@@ -181,7 +182,7 @@ def probe_network(network: nn.Module, ready: TaskData, head: Head) -> Probe:
     generator = torch.Generator().manual_seed(0)
     # Without padding tokens, classifiers of some architectures take single rows only.
     config = lora_adapters.config_of(network).get_text_config()
-    longest = getattr(config, "max_position_embeddings", None) or _PROBE[1]
+    longest = longest_row(config) or _PROBE[1]
     shape = (_PROBE[0] if text else 1, min(_PROBE[1], longest))
     inputs = {"input_ids": torch.randint(0, config.vocab_size, shape, generator=generator)}
     if not text:

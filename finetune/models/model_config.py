@@ -4,6 +4,7 @@ import inspect
 import math
 import re
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from finetune.config import path_kinds
 from finetune.config.recipe import hint
 from finetune.config.recipe_schema import ModelSection, Recipe, RopeScalingSection
+from finetune.data.tokenization.tokenizer import padding_id
 from finetune.models import pretrained_files
 from finetune.models.heads import NEXT_TOKEN, Head
 from finetune.utils.compat.transformers_private import model_mapping
@@ -48,6 +50,11 @@ def resolve_model_config(
             for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
                 if name not in section.config:
                     setattr(config, name, getattr(tokenizer, name))
+        if first_position(config):
+            if tokenizer is not None and config.pad_token_id is None:
+                config.pad_token_id = padding_id(tokenizer)
+            if "max_position_embeddings" not in section.config:
+                config.max_position_embeddings = recipe.data.sequence_length + first_position(config)
     else:
         config = read_pretrained_config(section)
     if head.next_token and getattr(config, "is_encoder_decoder", False):
@@ -71,18 +78,19 @@ def resolve_model_config(
     if section.name is not None and not head.encodes:
         _untie_embeddings(config, section, head)
     text = config.get_text_config()
-    length, trained = recipe.data.sequence_length, getattr(text, "max_position_embeddings", None)
+    length, trained = recipe.data.sequence_length, longest_row(config)
     longest = trained
     if section.rope_scaling is not None:
         longest = stretch_positions(config, section.rope_scaling)
-    if longest is not None and 0 <= longest < length:
-        more = ""
+    if longest is not None and longest < length:
+        before, more = first_position(config), ""
+        less = f" less {before}, because tokens are numbered from {before}" if before else ""
         if section.name is not None and trained is not None and hasattr(text, "rope_parameters"):
             # In halves.
             more = f", or model.rope_scaling.factor to {math.ceil(2 * length / trained) / 2:g} (`finetune docs recipe`)"
         raise RecipeError(
-            f"data.sequence_length is {length}, but the model knows {longest} positions (max_position_embeddings). Set "
-            f"data.sequence_length to at most {longest}{more}."
+            f"data.sequence_length is {length}, but the model knows {longest} positions (max_position_embeddings{less})"
+            f". Set data.sequence_length to at most {longest}{more}."
         )
     if size is not None and size > text.vocab_size:
         raise RecipeError(
@@ -95,6 +103,38 @@ def resolve_model_config(
             config.id2label = dict(enumerate(label_names))
             config.label2id = {name: index for index, name in enumerate(label_names)}
     return config
+
+
+def longest_row(config: PretrainedConfig) -> int | None:
+    """Returns the tokens of the longest row that a network takes; None where its configuration sets no limit."""
+    table = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return None if table is None or table < 0 else table - first_position(config)
+
+
+def first_position(config: PretrainedConfig) -> int:
+    """Returns the position of a row's first token: 0, or that behind the padding token's number.
+
+    RoBERTa and its relatives count so, in a table of `max_position_embeddings` positions: a published model has 514 of
+    them for rows of 512 tokens. No key of a configuration says it, so it is read in the network's code.
+    """
+    text = config.get_text_config()
+    fixed = _padding_before_rows(type(text))  # type: ignore[arg-type]
+    if fixed is None:
+        return 0
+    return (int(fixed) if fixed.isdecimal() else getattr(text, "pad_token_id", None) or 0) + 1
+
+
+@cache
+def _padding_before_rows(kind: type[PretrainedConfig]) -> str | None:
+    """Returns the padding token of an architecture's table of positions as its code has it; None if it has none."""
+    file = Path(inspect.getfile(kind))
+    code = file.with_name(file.name.replace("configuration_", "modeling_"))
+    if code == file or not code.is_file():
+        return None
+    text = code.read_text(encoding="utf-8")
+    table = re.search(r"Embedding\(\s*config\.max_position_embeddings,[^()]*padding_idx=self\.padding_idx", text)
+    found = re.search(r"self\.padding_idx = (config\.pad_token_id|\d+)", text)
+    return found.group(1) if table and found else None
 
 
 def stretch_positions(config: PretrainedConfig, section: RopeScalingSection) -> int:

@@ -103,14 +103,14 @@ def recommend_launch(recipe: Recipe, kind: str, launches: dict[str, Launch], mak
     tried = [make(*each) for each in tries]
     if all(candidate.verdict == "refused" for candidate in tried):
         return Advice(None, (), f"nothing can be launched. {tried[0].reason}")
-    left = "Take more or larger GPUs, or a larger tp_size; pipeline parallelism is not offered here"
+    left = "Take more devices, or ones with more memory, or a larger tp_size; pipeline parallelism is not offered here"
     return Advice(None, (), f"nothing fits. {left}.")
 
 
 # From the simplest to the slowest, each with the reason to take it where all before it do not fit.
 _REASONS = {
     "single": "one process: nothing to move between ranks",
-    "ddp": "the simplest that uses every GPU: each holds the whole network, and gradients are averaged",
+    "ddp": "the simplest for several processes: each holds the whole network, and gradients are averaged",
     "zero1": "only the optimiser state is sharded: as much traffic as DDP",
     "zero2": "gradients and optimiser state are sharded, weights stay whole",
     "fsdp_grad_op": "gradients and optimiser state are sharded, weights stay gathered from forward to backward",
@@ -124,7 +124,7 @@ _REASONS = {
     "fsdp_tp_sp": "layers and rows are split over ranks, and all is sharded: the least on each without host memory",
     "fsdp_offload": "shards rest in host memory",
     "zero3_offload": "shards rest in host memory, where the optimiser steps",
-    "zero3_nvme": "shards rest on disk: slow, and the last way on these GPUs",
+    "zero3_nvme": "shards rest on disk: slow, and the last way on these devices",
 }
 
 

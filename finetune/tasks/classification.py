@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 from finetune.config.recipe_schema import Recipe
 from finetune.models import lora_adapters
 from finetune.models.heads import Head
-from finetune.models.model_config import resolve_model_config
+from finetune.models.model_config import first_position, resolve_model_config
 from finetune.tasks.task import Batch, TaskData
 from finetune.tasks.task_parts import build_task_data, transformers_task
 from finetune.utils.errors import RecipeError
@@ -36,6 +36,9 @@ def _num_labels(recipe: Recipe, ready: TaskData | None) -> int:
 
 def _build_config(recipe: Recipe, ready: TaskData | None) -> PretrainedConfig:
     config = class_config(recipe, ready, HEAD)
+    if config.problem_type is not None:
+        # The head may have learned several classes a document, or numbers.
+        config.problem_type = "single_label_classification"
     if ready is not None and ready.tokenizer is not None:
         set_padding(config, ready.tokenizer)
     return config
@@ -61,13 +64,16 @@ def class_config(recipe: Recipe, ready: TaskData | None, head: Head) -> Pretrain
 def set_padding(config: PretrainedConfig, tokenizer: Any) -> None:
     """Has a network know the token that fills rows.
 
-    Decoders classify at the last token that is another one, whatever a model's config says.
+    Decoders classify at the last token that is another one, whatever a model's config says. Where it says at which
+    position rows begin, it stays.
 
     Raises:
         RecipeError: If there is none.
     """
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
+    if config.pad_token_id is not None and first_position(config):
+        return
     if tokenizer.pad_token_id is not None:
         config.pad_token_id = tokenizer.pad_token_id
     elif config.pad_token_id is None:

@@ -262,6 +262,57 @@ def test_a_conflict_is_blamed_on_what_brought_it(tmp_path: Path) -> None:
     assert str(caught.value).startswith(f"{file}:{line}: batch.micro_size: 5 does not divide")
 
 
+CLASSES = {"task": {"name": "sequence_classification", "loss": "a:b"}, "data": {**WHOLE["data"], "packing": "padded"}}
+PROMPTS = {"eval": {"prompts": [{"sample": 1}, {"sample": 3}], "metrics": ["f1"]}}
+
+
+@pytest.mark.parametrize(
+    ("in_file", "typed", "words"),
+    [
+        ({"length": {"epochs": 1}}, ["length.steps=20"], "length.epochs=null length.steps=20"),
+        ({"length": {"tokens": 5}}, ["seed=1", "length.steps=0"], "length.tokens=null length.steps=0"),
+        ({"length": {"epochs": 1}}, ["length.steps=2", "length.tokens=9"], "length.epochs=null length.tokens=9"),
+        ({}, ["model=x"], "model.config=null model=x"),
+        ({"model": {"name": "x"}}, ["model.config={model_type: a}"], "model.name=null 'model.config={model_type: a}'"),
+        ({}, ["tokenizer.name=x"], "tokenizer.vocab_size=null tokenizer.name=x"),
+        ({"schedule": {"warmup_steps": 3}}, ["schedule.warmup_fraction=0.1"],
+         "schedule.warmup_steps=null schedule.warmup_fraction=0.1"),
+        ({}, ["data.train.1.path=x"], "data.train.1.sample=null data.train.1.path=x"),
+        ({"data": {**WHOLE["data"], "validation": [{"path": "x"}]}}, ["data.validation.0.hub=x"],
+         "data.validation.0.path=null data.validation.0.hub=x"),
+        (PROMPTS, ["eval.prompts.1.path=x"], "eval.prompts.1.sample=null eval.prompts.1.path=x"),
+        (CLASSES, ["task.class_weights=balanced"], "task.loss=null task.class_weights=balanced"),
+        ({"model": {**WHOLE["model"], "freeze": ["a"]}}, ["lora.rank=8"], "model.freeze=null lora.rank=8"),
+        ({"lora": {"rank": 8}}, ["model.freeze=a"], "lora=null model.freeze=a"),
+        ({"model": {**WHOLE["model"], "fp8": "emulated"}}, ["lora=true"], "model.fp8=false lora=true"),
+    ],
+)  # fmt: skip
+def test_override_of_a_key_that_excludes_one_of_the_file(
+    tmp_path: Path, in_file: dict[str, Any], typed: list[str], words: str
+) -> None:
+    """Nothing is replaced unasked: both are named, each with who set it, and what to type."""
+    file = written(tmp_path, {**WHOLE, **in_file})
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(file, typed, BUILT_IN)
+    said = str(caught.value)
+    assert said.startswith(f"{' '.join(word for word in typed if word != 'seed=1')} (command line): ")
+    assert said.endswith(f"; to replace it, write `{words}`.")
+    key = words.partition("=")[0]
+    (line,) = re.findall(rf"recipe\.yaml:(\d+) sets {re.escape(key)};", said)
+    assert file.read_text().splitlines()[int(line) - 1].lstrip("- ").startswith(key.rpartition(".")[2])
+    load_recipe(file, shlex.split(words), BUILT_IN)
+
+
+def test_keys_that_exclude_each_other_on_one_side(tmp_path: Path) -> None:
+    """Both in the file, or both typed: there is no word to add."""
+    file = written(tmp_path, {**WHOLE, "length": {"steps": 3, "epochs": 2}})
+    for typed, place in (([], f"{file}:"), (["length.steps=3", "length.epochs=2"], "length.steps=3 length.epochs=2 (")):
+        with pytest.raises(RecipeError) as caught:
+            load_recipe(file, typed)
+        assert str(caught.value).startswith(place)
+        assert "replace" not in str(caught.value)
+
+
 def test_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"nope\.yaml: No such file or directory\. Name a YAML file"):
         load_recipe(tmp_path / "nope.yaml")

@@ -14,11 +14,13 @@ from testdata import MODEL
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer, BertConfig
 
 from finetune.cli import main
+from finetune.config.recipe import validate_recipe
 from finetune.data.synthetic import story_generator
 from finetune.export import verify_export
 from finetune.export.load_model import load_model
 from finetune.tasks.class_tables import classes_table, confusion_table
 from finetune.tasks.metrics import count_classes, count_confusions, f1_macro
+from finetune.tasks.task_lookup import BUILT_IN, find_task
 from finetune.utils.errors import RecipeError
 
 NAMES = ("fine", "bad", "mixed")
@@ -213,10 +215,29 @@ def test_refusals(full: Job, words: list[str], said: str, capsys: pytest.Capture
     assert re.search(said, error), error
 
 
-def test_heads_of_other_kinds_are_refused(bert: Path, tmp_path: Path) -> None:
+def test_heads_of_other_kinds_are_refused(bert: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for labels, kind in ((3, "multi_label_classification"), (3, "regression")):
         config = BertConfig.from_pretrained(bert, num_labels=labels, problem_type=kind)
         AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / kind)
         AutoTokenizer.from_pretrained(bert).save_pretrained(tmp_path / kind)
         with pytest.raises(RecipeError, match="for a document, as its config"):
             load_model(str(tmp_path / kind)).require_labels()
+    file = labelled(tmp_path / "held.jsonl", TEXTS[:8])
+    place, words = str(tmp_path / "multi_label_classification"), ["--text-field", "story"]
+    for command in (["predict", place, str(file)], ["eval", place, "--data", str(file), "--label-field", "verdict"]):
+        capsys.readouterr()
+        assert main.main([*command, *words]) == 2
+        said = capsys.readouterr()
+        assert said.out == ""
+        opening, error = filter(None, said.err.splitlines())
+        assert opening.startswith("Opening ")
+        assert "problem_type multi_label_classification, num_labels 3). Name a model that gives one, or train " in error
+    # One that is trained on from here learns one class.
+    source = {"path": str(file), "text_field": "story", "label_field": "verdict"}
+    data = {"train": [source], "packing": "padded", "sequence_length": 32, "cache_dir": str(tmp_path / "cache")}
+    recipe = validate_recipe(
+        {"task": "sequence_classification", "model": place, "data": data, "length": {"steps": 1}}, None, BUILT_IN
+    )
+    task = find_task(recipe)
+    config = task.build_config(recipe, task.build_data(recipe, True))
+    assert config.problem_type == "single_label_classification"

@@ -17,16 +17,24 @@ from inside import run_here
 from ranks import Here, Place, assert_refused, start
 from safetensors.torch import load_file, save_file
 from testdata import MODEL, stories
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+)
 
 from finetune.cli import main
+from finetune.cli.new_project import Project, make_recipe
 from finetune.config.recipe import validate_recipe
 from finetune.config.recipe_schema import Recipe
+from finetune.diagnostics.parity.launch_runs import small_sizes
 from finetune.export.load_model import load_model
 from finetune.models import lora_adapters, pretrained_files
 from finetune.models.build_network import build_model, check_pretrained
 from finetune.models.heads import NEXT_TOKEN, Head
-from finetune.models.model_config import resolve_model_config
+from finetune.models.model_config import longest_row, resolve_model_config
 from finetune.tasks.causal_lm import CAUSAL_LM
 from finetune.tasks.classification import HEAD
 from finetune.utils.errors import CheckpointError, FinetuneError, RecipeError
@@ -180,6 +188,51 @@ def test_new_heads_of_many_kinds(tmp_path: Path, model_type: str) -> None:
         spoiled = spoil(tmp_path / "head", tmp_path / "half", lambda tensors: tensors.pop(heads[-1]))
         with pytest.raises(RecipeError, match=f"lacks 1 of the network's tensors: {heads[-1]}"):
             checked(recipe_of(spoiled), HEAD, num_labels=2)
+
+
+ROBERTAS = ("roberta", "xlm-roberta", "camembert", "roberta-prelayernorm", "xlm-roberta-xl", "data2vec-text")
+
+
+@pytest.mark.parametrize("model_type", [*ROBERTAS, "longformer", "mpnet", "ibert", "esm", "bert", "electra"])
+def test_a_row_is_at_most_what_the_network_can_place(tmp_path: Path, model_type: str) -> None:
+    """Some networks number tokens from behind the padding token, so that two positions of 18 are not for tokens."""
+    sizes: dict[str, Any] = {"max_position_embeddings": 18, "pad_token_id": 1}
+    sizes |= {"attention_window": [8, 8]} if model_type == "longformer" else {}
+    folder = made(tmp_path / "base", model_type, AutoModelForSequenceClassification, **sizes)
+    longest = 18 if model_type in ("bert", "electra") else 16
+    network = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    network(torch.full((1, longest), 7))
+    with pytest.raises((IndexError, RuntimeError)):
+        network(torch.full((1, longest + 1), 7))
+    for length in (longest, longest + 1):
+        recipe = recipe_of(folder, data={"train": stories("train", limit=8), "sequence_length": length})
+        if length == longest:
+            assert longest_row(resolve_model_config(recipe, HEAD, num_labels=2)) == length
+            continue
+        with pytest.raises(
+            RecipeError, match=f"knows {longest} positions .* Set data.sequence_length to at most {longest}"
+        ):
+            resolve_model_config(recipe, HEAD, num_labels=2)
+    assert load_model(str(folder)).longest == longest
+    assert small_sizes(network.config, 16)["max_position_embeddings"] == 18
+    if model_type not in ("roberta", "bert"):
+        return
+    documents = tmp_path / "documents.csv"
+    documents.write_text("text,label\n" + "".join(f"{'one two three ' * 20}{n},{n % 2}\n" for n in range(8)))
+    made_here = make_recipe(Project("classify", str(folder), str(documents), output=str(tmp_path / "run")), [])
+    assert made_here.recipe.data.sequence_length == longest
+
+
+@pytest.mark.parametrize(("model_type", "head"), [("roberta", NEXT_TOKEN), ("roberta", HEAD), ("mpnet", HEAD)])
+def test_a_new_network_has_positions_for_a_row(model_type: str, head: Head) -> None:
+    """Though its padding token is not that of the published ones, or there is none."""
+    config = {"model_type": model_type, **SIZES}
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    assert tokenizer.pad_token_id is None
+    tree = {**recipe_of(MODEL).model_dump(mode="json"), "tokenizer": MODEL, "model": {"config": config}}
+    recipe = validate_recipe(tree)
+    found = resolve_model_config(recipe, head, tokenizer=tokenizer)
+    build_model(recipe, found, head)(torch.full((1, 32), 7))
 
 
 def test_a_language_models_head_is_not_new(tmp_path: Path) -> None:

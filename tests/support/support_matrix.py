@@ -55,6 +55,13 @@ class Feature:
 
 
 _LORA = {"lora.rank": 4}
+_CLASSIFIER = {
+    "task.name": "sequence_classification",
+    "task.num_labels": 7,
+    "data.packing": "padded",
+    "model.config": ARCHITECTURES["bert"]["model"]["config"],
+}
+_PAIRS = [{"path": "pairs.jsonl", "pair_field": "claim"}]
 FEATURES = {
     "all": Feature("all weights", {"lora": None}),
     "lora": Feature("LoRA", _LORA),
@@ -75,16 +82,12 @@ FEATURES = {
     "weights": Feature(
         "class weights",
         {"task.class_weights": "balanced"},
-        {
-            "task.name": "sequence_classification",
-            "task.num_labels": 7,
-            "data.packing": "padded",
-            "model.config": ARCHITECTURES["bert"]["model"]["config"],
-        },
+        _CLASSIFIER,
     ),
+    "pairs": Feature("sentence pairs", {"data.train": _PAIRS, "data.validation": _PAIRS}, _CLASSIFIER),
     "numbers": Feature(
         "regression",
-        {"task.name": "regression"},
+        {"task.name": "regression", "task.num_labels": None},
         {"data.packing": "padded", "model.config": ARCHITECTURES["bert"]["model"]["config"]},
     ),
     "words": Feature(
@@ -199,7 +202,7 @@ def _rows() -> Iterator[tuple[str, ...]]:
     yield networks % "bert", _TWO, "classes padded all AdamW fp32 evaluation", "ARCHITECTURES.bert"
     yield networks % "mlp", _TWO, "own_task all AdamW fp32 evaluation", "ARCHITECTURES.mlp"
     weighted = "training/test_pairs_and_weights.py::test_every_backend_takes_the_single_process_path[{}]"
-    yield weighted, _TWO, "weights classes padded all SGD fp32 evaluation accumulation"
+    yield weighted, _TWO, "pairs weights classes padded all SGD fp32 evaluation accumulation"
     numbers = "training/test_regression.py::test_every_backend_takes_the_single_process_path[{}]"
     yield numbers, "single ddp fsdp zero3", "numbers padded all SGD fp32 evaluation accumulation"
     yield numbers, "single ddp fsdp zero3", "numbers padded lora AdamW fp32 evaluation accumulation"
@@ -282,8 +285,8 @@ OTHER_LAUNCHES: dict[str, dict[str, Any]] = {
     "Accelerate's dynamo": {"distributed_type": "MULTI_GPU", "dynamo_config": {"dynamo_backend": "INDUCTOR"}},
 }
 """Launch files that are refused, for good."""
-# A custom task does not read the default of `data.packing`, and computes in fp8 if its own code asks for it.
-UNREAD = frozenset(frozenset(("own_task", name)) for name in ("documents", "fp8"))
+# A custom task does not read sources or the default of `data.packing`, and computes in fp8 if its own code asks for it.
+UNREAD = frozenset(frozenset(("own_task", name)) for name in ("documents", "fp8", "pairs"))
 UNREAD_REASON = "A custom task builds data and network itself, and does not read the key."
 
 # ---------------------------------------------------------------- marks

@@ -98,7 +98,11 @@ def test_numbers_to_the_end(tmp_path: Path, shape: str, capsys: pytest.CaptureFi
     assert run.results["validation_pearson"] > 0.5
     assert run.results["validation_rmse"] == pytest.approx(run.results["validation_loss"] ** 0.5, rel=1e-5)
     assert main.main(["data", str(run.directory / "recipe.yaml"), "--show", "2"]) == 0
-    assert "number [-0.7]" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "number [-0.7]" in shown
+    words = np.array([len(text.split()) / 10 - 1 for text in TEXTS])
+    figures = f"targets: -0.7 to 1.2, mean {words.mean():.6g}, standard deviation {words.std():.6g}"
+    assert shown.count(f"    {figures}\n") == 2  # both sides are the same file
     assert main.main(["eval", str(run.directory), "--data", file, "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
     for name in ("loss", "rmse", "pearson", "spearman"):
@@ -123,11 +127,19 @@ def test_numbers_to_the_end(tmp_path: Path, shape: str, capsys: pytest.CaptureFi
     assert "pearson" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("value", [None, "many", float("nan"), True, [1.0]])
+@pytest.mark.parametrize("value", [None, "many", "nan", float("nan"), -float("inf"), 1e39, 10**400, True, [1.0]])
 def test_a_label_that_is_no_number_is_refused(tmp_path: Path, value: Any) -> None:
     recipe = validate_recipe(job(save(tmp_path / "numbers.jsonl", [0.5, value])))
-    with pytest.raises(DataError, match=r"line 2: the label in 'score' is .* regression needs a finite number"):
+    with pytest.raises(
+        DataError, match=r"numbers.jsonl, line 2: the label in 'score' is .* regression needs a finite number"
+    ):
         find_task(recipe).build_data(recipe, True)
+
+
+def test_targets_that_are_all_equal_are_said(tmp_path: Path) -> None:
+    recipe = validate_recipe(job(save(tmp_path / "numbers.jsonl", [0.1] * 8), data={"validation_fraction": 0.0}))
+    said = find_task(recipe).build_data(recipe, True).report_lines
+    assert "all targets are 0.1, and there is nothing to tell apart" in said
 
 
 def test_texts_that_are_numbers_are_read(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ END_OF_TEXT = "<|endoftext|>"
 
 BATCH_ROWS = 1024
 """Rows of a table that are in memory at once."""
+_LARGEST_FP32 = 3.4028234e38
 _DELIMITERS = (",", ";", "\t", "|")
 _SNIFFED_ROWS = 20
 _COMPRESSED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bzip2", ".xz": "xz", ".lz4": "lz4", ".zip": "zip"}
@@ -192,12 +193,12 @@ def _number(label: Any, fields: Fields, where: str) -> float:
     """The number that a record says."""
     try:
         number = math.nan if isinstance(label, bool) else float(label)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
-    if not math.isfinite(number):
+    if not abs(number) <= _LARGEST_FP32:
         raise DataError(
             f"{where}: the label in '{fields.label}' is {json.dumps(label, default=str)[:80]}, and regression needs a "
-            "finite number. Mend or remove the record, or name another `label_field`."
+            "finite number that fp32 can hold. Mend or remove the record, or name another `label_field`."
         )
     return number
 

@@ -17,7 +17,7 @@ from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.launch.launcher import launcher_command
 from finetune.distributed.launch.predicted_environment import predict_environment
 from finetune.distributed.resolve_config import derive_accumulation
-from finetune.models.model_config import resolve_model_config
+from finetune.models.model_config import first_position, resolve_model_config
 from finetune.tasks.task_lookup import head_of
 from finetune.utils import signals
 from finetune.utils.atomic_files import write_text
@@ -213,5 +213,6 @@ def small_sizes(config: Any, sequence_length: int) -> dict[str, Any]:
         if isinstance(value := getattr(config, name, None), int):
             put(name, min(value, most))
     if hasattr(config, "max_position_embeddings"):
-        put("max_position_embeddings", min(config.max_position_embeddings, max(sequence_length, 64)))
+        least = max(sequence_length, 64) + first_position(config)
+        put("max_position_embeddings", min(config.max_position_embeddings, least))
     return sizes
