@@ -10,7 +10,7 @@ import pytest
 import yaml
 from chaos import Moment, Victim, straight
 from forkserver import ForkServer, until
-from harness import environment, run
+from harness import ROOT, environment, run
 from ranks import Here, assert_said
 from slurm_cluster import LIMIT_S, MISSING, slurm_cluster
 
@@ -61,7 +61,9 @@ def test_a_slurm_job_is_preempted_requeued_and_ends_where_it_would_have(
     fork_server: ForkServer, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     undisturbed, victim = straight(fork_server, tmp_path / "straight"), Victim(tmp_path / "victim")
-    launch = {"distributed_type": "MULTI_GPU", "num_machines": 2, "num_processes": 2, "main_process_ip": "replaced"}
+    shipped = yaml.safe_load((ROOT / "accelerate_configs" / "fsdp_2nodes.yaml").read_text())
+    del shipped["fsdp_config"]
+    launch = {**shipped, "distributed_type": "MULTI_GPU", "num_processes": 2, "main_process_ip": "replaced"}
     (tmp_path / "two.yaml").write_text(yaml.safe_dump(launch))
     words = ("--config_file", str(tmp_path / "two.yaml"), str(victim.recipe), "--print-cluster", "slurm")
     (tmp_path / "job.sbatch").write_text(printed(capsys, *words))
@@ -96,7 +98,7 @@ def test_a_slurm_job_is_preempted_requeued_and_ends_where_it_would_have(
 
 
 def same(found: Any, given: Any) -> bool:
-    """Whether all that was given came through a model, which drops the keys that it does not know."""
+    """Tells if all that was given came through a model, which drops the keys that it does not know."""
     if isinstance(given, dict):
         return isinstance(found, dict) and all(same(found.get(key), value) for key, value in given.items())
     if isinstance(given, list):

@@ -1,4 +1,4 @@
-"""A Slurm cluster of this one machine, made of Debian's package: no systemd, no cgroups, no munge, no root."""
+"""A Slurm cluster of this one machine, made of Debian's package: no systemd, no cgroups, no munge."""
 
 import getpass
 import os
