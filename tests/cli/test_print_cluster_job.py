@@ -56,8 +56,21 @@ def documents(text: str) -> dict[str, Any]:
 # ---------------------------------------------------------------- Slurm
 
 
+def write_command(folder: Path, text: str) -> None:
+    """The `finetune` that jobs find on PATH."""
+    folder.mkdir(exist_ok=True)
+    (folder / "finetune").write_text(f"#!/bin/sh\n{text}\n")
+    (folder / "finetune").chmod(0o755)
+
+
+# A run that is stopped at once, and ends at once where it is started again.
+STOPPED = (
+    "[ $SLURM_RESTART_COUNT ] && exit 0; trap 'exit 75' TERM; touch ran.$SLURM_NODEID; while :; do sleep 0.1; done"
+)
+
+
 @pytest.mark.skipif(bool(MISSING), reason="needs Slurm (apt-get install slurm-wlm)")
-def test_a_slurm_job_is_preempted_requeued_and_ends_where_it_would_have(
+def test_slurm_preempts_a_job_and_requeues_it_but_does_not_requeue_what_is_cancelled(
     fork_server: ForkServer, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     undisturbed, victim = straight(fork_server, tmp_path / "straight"), Victim(tmp_path / "victim")
@@ -66,32 +79,32 @@ def test_a_slurm_job_is_preempted_requeued_and_ends_where_it_would_have(
     launch = {**shipped, "distributed_type": "MULTI_GPU", "num_processes": 2, "main_process_ip": "replaced"}
     (tmp_path / "two.yaml").write_text(yaml.safe_dump(launch))
     words = ("--config_file", str(tmp_path / "two.yaml"), str(victim.recipe), "--print-cluster", "slurm")
-    (tmp_path / "job.sbatch").write_text(printed(capsys, *words))
-    commands = tmp_path / "bin"
-    commands.mkdir()
-    (commands / "finetune").write_text(f'#!/bin/sh\nexec {sys.executable} -m finetune "$@"\n')
-    (commands / "finetune").chmod(0o755)
+    script, commands = tmp_path / "job.sbatch", tmp_path / "bin"
+    script.write_text(printed(capsys, *words))
+    write_command(commands, f'exec {sys.executable} -m finetune "$@"')
     with slurm_cluster(tmp_path / "slurm", 2, str(commands)) as cluster:
-        cluster.env["TROUBLE"] = json.dumps({"wait_s": 0.02})
-
-        def output() -> str:
-            return "\n".join(file.read_text() for file in cluster.folder.glob("finetune-*.out"))
-
-        job = cluster.ask("sbatch", "--parsable", str(tmp_path / "job.sbatch"))
-        assert job, "sbatch refused it"
-        over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
-        assert Moment(1, 0.0).wait(victim, lambda: cluster.state(job)["JobState"] in over), output()
-        # As Slurm does before the time limit.
-        cluster.ask("scancel", "--signal=USR1", job)
-        until(lambda: cluster.state(job)["Restarts"] == "1", LIMIT_S, output)
+        cluster.env["TROUBLE"] = json.dumps({"wait_s": 0.05})
+        job = cluster.submit(str(script))
+        assert Moment(1, 0.0).wait(victim, lambda: cluster.over(job)), cluster.output(job)
+        # All cores of both nodes.
+        urgent = cluster.submit("--partition=urgent", "--nodes=2", "--cpus-per-task=64", "--wrap=true")
+        until(lambda: cluster.over(urgent), LIMIT_S, lambda: cluster.output(job))
         assert 3 <= victim.newest() < victim.steps
-        until(lambda: cluster.state(job)["JobState"] in over, LIMIT_S, output)
-        assert (cluster.state(job)["JobState"], cluster.state(job)["ExitCode"]) == ("COMPLETED", "0:0"), output()
-    victim.check_end(undisturbed)
-    facts = victim.facts()
-    assert len(facts["starts"]) == 2
-    assert facts["runs"]["world_size"] == 2
-    assert "(SIGUSR1), saved in" in output()
+        until(lambda: cluster.over(job), LIMIT_S, lambda: cluster.output(job))
+        found = cluster.state(job)
+        assert (found["JobState"], found["Restarts"]) == ("COMPLETED", "1"), cluster.output(job)
+        assert "(SIGTERM), saved in" in cluster.output(job)
+        victim.check_end(undisturbed)
+        assert len(victim.facts()["starts"]) == 2
+        assert victim.facts()["runs"]["world_size"] == 2
+
+        write_command(commands, STOPPED)
+        job = cluster.submit(str(script))
+        until(lambda: len([*cluster.folder.glob("ran.*")]) == 2, LIMIT_S, lambda: cluster.output(job))
+        cluster.ask("scancel", job)
+        until(lambda: cluster.over(job), LIMIT_S, lambda: cluster.output(job))
+        assert cluster.state(job)["JobState"] == "CANCELLED"
+        assert "exit code 75" in cluster.output(job)
 
 
 # ---------------------------------------------------------------- Kubernetes, Kubeflow, SkyPilot

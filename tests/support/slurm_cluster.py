@@ -46,7 +46,10 @@ SlurmdPidFile={folder}/%n.pid
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
 NodeName=127.0.0.[1-{nodes}] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{ports}] CPUs=64 RealMemory=1000 Gres=gpu:1
-PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE PriorityTier=1 GraceTime=60
+PartitionName=urgent Nodes=ALL MaxTime=INFINITE PriorityTier=2
 """
 
 
@@ -61,9 +64,23 @@ class SlurmCluster:
         done = subprocess.run(words, env=self.env, cwd=self.folder, text=True, capture_output=True, timeout=LIMIT_S)
         return done.stdout.strip() if done.returncode == 0 else ""
 
+    def submit(self, *words: str) -> str:
+        """Submits a job; returns its number."""
+        job = self.ask("sbatch", "--parsable", *words)
+        assert job, f"sbatch refused {words}"
+        return job
+
     def state(self, job: str) -> dict[str, str]:
         """Returns what the controller knows of a job."""
         return dict(word.partition("=")[::2] for word in self.ask("scontrol", "show", "job", job).split())
+
+    def over(self, job: str) -> bool:
+        """Tells if a job has ended, and is not requeued."""
+        return self.state(job)["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+
+    def output(self, job: str) -> str:
+        """Returns what a printed job has said so far."""
+        return "\n".join(file.read_text() for file in self.folder.glob(f"finetune-*-{job}.out"))
 
 
 @contextmanager
@@ -96,8 +113,10 @@ def slurm_cluster(folder: Path, nodes: int, path: str) -> Iterator[SlurmCluster]
             )
             assert not _ended(running), said()
             yield cluster
-            cluster.ask("scancel", "--state=RUNNING", "--state=PENDING", "--user", getpass.getuser())
         finally:
+            if not _ended(running):
+                cluster.ask("scancel", "--user", getpass.getuser())
+                until(lambda: not cluster.ask("squeue", "-h"), LIMIT_S, "jobs do not end")
             for daemon in reversed(running):
                 daemon.terminate()
             for daemon in running:
