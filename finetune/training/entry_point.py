@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from finetune.utils import hub_access, orphan_watch, signals
-from finetune.utils.errors import BackendError, FinetuneError
+from finetune.utils.errors import FinetuneError
 from finetune.utils.exit_codes import REQUEUE, USER_ERROR, run_guarded, say_failure
 from finetune.utils.hub_access import go_offline_if_unreachable
 from finetune.utils.library_imports import quick_imports, silence_libraries
@@ -34,7 +34,7 @@ def train_main(arguments: Sequence[str] | None = None) -> int:
     add_recipe_arguments(parser, optional=True)
     parser.add_argument("--dry-run", action="store_true", help=DRY_RUN_HELP)
     parser.add_argument("--quiet", action="store_true", help="print errors only")
-    # Of `deepspeed` and `python -m torch.distributed.launch`.
+    # Given by launchers that are refused.
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
     parsed = parser.parse_intermixed_args(arguments)
     if parsed.recipe is None:
@@ -42,6 +42,10 @@ def train_main(arguments: Sequence[str] | None = None) -> int:
             parser.print_help(sys.stderr)
         return USER_ERROR
     signals.outlive_readers()
+    if parsed.local_rank is not None:
+        from finetune.distributed.launch.launch_config import refuse_local_rank
+
+        return run_guarded(partial(refuse_local_rank, parsed.recipe))
     return run_guarded(partial(_dry_run if parsed.dry_run else _train, parsed))
 
 
@@ -69,22 +73,7 @@ def load_checked(parsed: argparse.Namespace) -> "Recipe":
     return recipe
 
 
-def _check_launcher(parsed: argparse.Namespace) -> None:
-    """Refuses a launcher that knows no launch file, and whose user may take what runs for something else.
-
-    Raises:
-        BackendError: With the command to take.
-    """
-    if parsed.local_rank is not None:
-        raise BackendError(
-            "--local_rank comes from the launcher `deepspeed`, or from torch.distributed.launch. Neither takes a "
-            "launch file, so this would train as plain DDP, without ZeRO. Start `finetune launch --config_file zero2 "
-            f"{parsed.recipe}` on each machine, or take torchrun if DDP is meant."
-        )
-
-
 def _train(parsed: argparse.Namespace) -> int:
-    _check_launcher(parsed)
     recipe = load_checked(parsed)
     with quick_imports():
         from finetune.monitoring.out_of_memory import explain_out_of_memory
@@ -113,7 +102,6 @@ def _train(parsed: argparse.Namespace) -> int:
 
 
 def _dry_run(parsed: argparse.Namespace) -> None:
-    _check_launcher(parsed)
     recipe = load_checked(parsed)
     from finetune.training.dry_run import describe
 

@@ -8,7 +8,7 @@ own command line, which is the parent process's, is read as well, and the two ar
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 from finetune.config.provenance import place_of
 from finetune.distributed.launch.deepspeed_file import read_deepspeed_file
@@ -331,6 +331,19 @@ def check_tasks(env: Mapping[str, str], machines: int) -> None:
                 "launch file whose num_machines says how many there are; --print-cluster prints such a job. If these "
                 f"are runs of their own, start each by `env -u {name}`."
             )
+
+
+def refuse_local_rank(recipe: str) -> NoReturn:
+    """Refuses launchers that know no launch file, and whose users may take what runs for something else.
+
+    Raises:
+        BackendError: With the command to take.
+    """
+    raise BackendError(
+        "--local_rank comes from the launcher `deepspeed`, or from torch.distributed.launch. Neither takes a launch "
+        f"file, so this would train as plain DDP, without ZeRO. Start `finetune launch --config_file zero2 {recipe}` on "
+        "each machine, or take torchrun if DDP is meant."
+    )
 
 
 def check_processes(
