@@ -341,8 +341,8 @@ def refuse_local_rank(recipe: str) -> NoReturn:
     """
     raise BackendError(
         "--local_rank comes from the launcher `deepspeed`, or from torch.distributed.launch. Neither takes a launch "
-        f"file, so this would train as plain DDP, without ZeRO. Start `finetune launch --config_file zero2 {recipe}` on "
-        "each machine, or take torchrun if DDP is meant."
+        f"file, so this would train as plain DDP, without ZeRO. Start `finetune launch --config_file zero2 {recipe}` "
+        "on each machine, or take torchrun if DDP is meant."
     )
 
 
