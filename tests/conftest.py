@@ -31,6 +31,8 @@ MAY_LACK = (
     "needs the extra [gguf]",
     "needs xllamacpp",
     "needs Chromium and its driver",
+    "needs Slurm",
+    "needs the schemas of Kubernetes and Kubeflow",
     "only this kind of processor has the kernel",
     "this kernel has no huge pages to ask for",
     "a file system cannot be mounted here",

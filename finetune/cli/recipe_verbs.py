@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.cli import arguments
 from finetune.training.entry_point import DRY_RUN_HELP, add_recipe_arguments, load_checked
 from finetune.utils import hub_access
+from finetune.utils.errors import RecipeError
 from finetune.utils.library_imports import quick_imports, silence_libraries
 from finetune.utils.shipped_files import recipe_file
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 # Those of `peer_keys`, which is not imported before it is needed.
 CONVERTED_TOOLS = ("trl", "axolotl", "llama-factory", "torchtune")
+CLUSTERS = ("slurm", "k8s", "kubeflow", "sky")
 _RECIPE = "a recipe, by name or path: sample, my/recipe.yaml"
 
 
@@ -48,6 +50,9 @@ def add_verbs(verbs: Any) -> None:
         verb = arguments.add_verb(verbs, run)
         add_recipe_arguments(verb)
         _add_start_arguments(verb, required=run is launch)
+    text = "print a job for a cluster that runs this command, instead of running it"
+    verb.add_argument("--print-cluster", choices=CLUSTERS, metavar=f"{{{','.join(CLUSTERS)}}}", help=text)
+    verb.add_argument("--image", default="", help="the image of the printed job's containers")
 
     verb = arguments.add_verb(verbs, explain)
     arguments.add_launch_arguments(verb, required=False)
@@ -131,7 +136,7 @@ def sft(parsed: argparse.Namespace) -> None:
         file = folder / made.file.name
         atomic_files.write_text(file, made.text)
         parsed.recipe = str(file)
-        launch(parsed)
+        _start(parsed)
 
 
 def init(parsed: argparse.Namespace) -> None:
@@ -154,7 +159,7 @@ def convert(parsed: argparse.Namespace) -> None:
 def train(parsed: argparse.Namespace) -> None:
     """Train a recipe under the launch file that fits this machine, as `finetune plan` recommends it."""
     _fill_in_launch(parsed, load_checked(parsed))
-    launch(parsed)
+    _start(parsed)
 
 
 def _fill_in_launch(parsed: argparse.Namespace, recipe: "Recipe") -> None:
@@ -174,7 +179,23 @@ def _fill_in_launch(parsed: argparse.Namespace, recipe: "Recipe") -> None:
 
 
 def launch(parsed: argparse.Namespace) -> None:
-    """Check a recipe and a launch file, then train."""
+    """Check a recipe and a launch file, then train; or print a job that does so on a cluster."""
+    if parsed.print_cluster is None:
+        if parsed.image:
+            raise RecipeError("--image is for a job that --print-cluster prints. Leave it out.")
+        _start(parsed)
+        return
+    if parsed.dry_run:
+        raise RecipeError("--print-cluster starts nothing, and --dry-run prints something else. Leave one of them out.")
+    from finetune.cli.print_cluster_job import cluster_job
+
+    recipe, options = arguments.load_named_recipe(parsed), arguments.launch_options(parsed)
+    words = [*["--quiet"] * parsed.quiet, *parsed.overrides]
+    files = (parsed.config_file, parsed.recipe)
+    print(cluster_job(parsed.print_cluster, recipe, files, words, options, parsed.image), end="")
+
+
+def _start(parsed: argparse.Namespace) -> None:
     from finetune.config import path_kinds
 
     recipe = arguments.load_named_recipe(parsed)

@@ -34,12 +34,18 @@ def train_main(arguments: Sequence[str] | None = None) -> int:
     add_recipe_arguments(parser, optional=True)
     parser.add_argument("--dry-run", action="store_true", help=DRY_RUN_HELP)
     parser.add_argument("--quiet", action="store_true", help="print errors only")
+    # Given by launchers that are refused.
+    parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
     parsed = parser.parse_intermixed_args(arguments)
     if parsed.recipe is None:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             parser.print_help(sys.stderr)
         return USER_ERROR
     signals.outlive_readers()
+    if parsed.local_rank is not None:
+        from finetune.distributed.launch.launch_config import refuse_local_rank
+
+        return run_guarded(partial(refuse_local_rank, parsed.recipe))
     return run_guarded(partial(_dry_run if parsed.dry_run else _train, parsed))
 
 

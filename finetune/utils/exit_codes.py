@@ -24,6 +24,9 @@ REQUEUE = 75
 # For users of another launcher, whose traceback and exit code no worker can change.
 _HINT = "`finetune launch` takes the same launch file and recipe, and ends with the error and exit code 2 only."
 
+# By which a launcher, mpirun, srun or Intel's mpirun tells a process its number on this machine.
+_LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID", "MPI_LOCALRANKID")
+
 # Errors of collectives on the other ranks when one is gone.
 _LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL", "peer is gone")
 
@@ -86,7 +89,7 @@ def _first_to_say(text: str) -> bool:
             pass  # then rather twice than not at all
         return True
     # Started otherwise. Ranks fail alike until the process group exists.
-    return _group_exists() or os.environ.get("LOCAL_RANK", "0") == "0"
+    return _group_exists() or next((os.environ[name] for name in _LOCAL_RANKS if name in os.environ), "0") == "0"
 
 
 def exit_with(code: int) -> None:

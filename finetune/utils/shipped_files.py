@@ -39,3 +39,8 @@ launch_file = partial(_find, LAUNCH_FILES)
 """Returns the path of a launch file: a word itself, or that name in ./accelerate_configs, or the shipped one."""
 recipe_file = partial(_find, RECIPES)
 """Returns the path of a recipe: a word itself, or that name in ./recipes, or the shipped one."""
+
+
+def shipped_word(folder: str, path: str) -> str:
+    """Returns the word that names a shipped file on every machine; another path as it is."""
+    return Path(path).stem if Path(path).parent == shipped_path(folder) else path

@@ -8,7 +8,7 @@ own command line, which is the parent process's, is read as well, and the two ar
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 from finetune.config.provenance import place_of
 from finetune.distributed.launch.deepspeed_file import read_deepspeed_file
@@ -19,6 +19,9 @@ from finetune.utils import orphan_watch
 from finetune.utils.compat.library_versions import require_installed
 from finetune.utils.errors import BackendError
 from finetune.utils.platforms import cores
+
+# What starts a command several times, and says how often by a variable of its own.
+_STARTERS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpirun"}
 
 
 @dataclass(frozen=True)
@@ -206,6 +209,8 @@ def launch_of_environment(
             "ACCELERATE_USE_CPU is set, which makes Accelerate ignore sharding and offload and start plain CPU "
             "processes. Unset it: without a GPU the same launch files run on gloo by themselves."
         )
+    if num_processes == 1:
+        check_tasks(env, 1)
     plain = Launch(
         kind="single" if num_processes == 1 else "ddp",
         num_processes=num_processes,
@@ -310,6 +315,35 @@ def _launcher_arguments() -> Any | None:
     if parsed.config_file is None and os.path.isfile(default_config_file):
         parsed.config_file = default_config_file
     return parsed
+
+
+def check_tasks(env: Mapping[str, str], machines: int) -> None:
+    """Refuses a command that srun or mpirun has started more or less often than the launch has machines.
+
+    Raises:
+        BackendError: With how to start it.
+    """
+    for name, starter in _STARTERS.items():
+        if (tasks := number_of(env, name)) not in (1, machines):
+            raise BackendError(
+                f"{starter} started this command {tasks} times ({name}), and the launch is on {machines} machine(s): "
+                "some would wait for others, or each train alone. Start `finetune launch` once on each machine, with a "
+                "launch file whose num_machines says how many there are; --print-cluster prints such a job. If these "
+                f"are runs of their own, start each by `env -u {name}`."
+            )
+
+
+def refuse_local_rank(recipe: str) -> NoReturn:
+    """Refuses launchers that know no launch file, and whose users may take what runs for something else.
+
+    Raises:
+        BackendError: With the command to take.
+    """
+    raise BackendError(
+        "--local_rank comes from the launcher `deepspeed`, or from torch.distributed.launch. Neither takes a launch "
+        f"file, so this would train as plain DDP, without ZeRO. Start `finetune launch --config_file zero2 {recipe}` "
+        "on each machine, or take torchrun if DDP is meant."
+    )
 
 
 def check_processes(

@@ -13,6 +13,7 @@ from finetune.config.provenance import flat
 from finetune.distributed.launch.launch_config import (
     Launch,
     check_processes,
+    check_tasks,
     launch_of_environment,
     number_of,
     threads_each,
@@ -73,6 +74,7 @@ def predict_environment(
         raise BackendError(f"{config_file} names no num_processes. Write it there, or give --num_processes.")
     world = number_of(env, "WORLD_SIZE") if alone else requested
     check_processes(config_file, file, chosen, world)
+    check_tasks(env, asked.num_machines)
     local = requested // asked.num_machines
     by_file = file.exported()
     ranks = {} if alone else {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(local), "LOCAL_RANK": "0"}
