@@ -48,7 +48,9 @@ def choose_launch(recipe: Recipe, machines: Machines) -> LaunchChoice:
     """
     planned = ":" not in recipe.task.name and recipe.length.steps != 0
     if planned:
-        plan = make_plan(recipe, machines)
+        # Classes that nobody has counted yet: the size of a head decides nothing.
+        counted = recipe.task.model_copy(update={"num_labels": recipe.task.num_labels or 2})
+        plan = make_plan(recipe.model_copy(update={"task": counted}), machines)
         reason, changes, candidate = plan.advice.reason, plan.advice.changes, plan.advice.candidate
         here = f"On this machine ({machines.gpus} x {machines.gpu.memory_gib:.0f} GiB)"
         if candidate is None:

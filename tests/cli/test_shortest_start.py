@@ -94,6 +94,16 @@ def test_the_launch_that_fits(
     assert [change.partition("=")[0] for change in choice.changes] == ["batch.micro_size"] * (processes in (4, 8))
 
 
+@pytest.mark.parametrize("name", ["sequence_classification", "token_classification", "regression", "seq2seq_lm"])
+def test_data_is_not_read_to_choose(name: str, on: Callable[[Machines], None]) -> None:
+    """A plan needs the number of classes, which only the data tells where the recipe does not."""
+    on(machine(1))
+    seq2seq = {"model": {"config": {"model_type": "t5", "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1}}}
+    data = {**SMALL["data"], "packing": "padded"}
+    recipe = validate_recipe({**SMALL, **(seq2seq if "seq2seq" in name else {}), "task": name, "data": data})
+    assert choose_for_command(recipe, {}).name == "single"
+
+
 def test_processes_share_a_batch() -> None:
     assert [sharing(machine(8), rows).gpus for rows in (1, 2, 6, 7, 12, 16)] == [1, 2, 6, 7, 6, 8]
 
