@@ -165,10 +165,10 @@ def make_recipe(project: Project, overrides: Sequence[str]) -> KeptRecipe:
         text = f"# {command}\n{text}"
     recipe = validate_recipe(parse(text, RecipeLoader), str(file), BUILT_IN)
     path_kinds.check_paths(recipe)
-    directory = shlex.quote(recipe.output.dir)
-    use = f"chat {directory}" if recipe.chat is not None else f"generate {directory} --prompt TEXT"
+    run = shlex.quote(recipe.output.dir)
+    use = f"chat {run}" if recipe.chat is not None else f"generate {run} --prompt TEXT"
     if recipe.task.name == classification.NAME:
-        use = f"predict {directory} FILE"
+        use = f"predict {run} FILE"
     lines.append(f"When it is trained: `finetune {use}`.")
     lines.append(f"To go on from it, edit it and run `finetune train {file} output.dir=runs/NEW`.")
     return KeptRecipe(file, text, recipe, tuple(lines))
