@@ -220,7 +220,7 @@ def span_json_lines(documents: Iterable[Sequence[SpanPrediction]]) -> Iterator[s
 
 def span_csv_lines(documents: Iterable[Sequence[SpanPrediction]]) -> Iterator[str]:
     """Yields a head, and a line of CSV for each span, behind the number of its document, from 0."""
-    yield _csv_line(["document", *SpanPrediction._fields])
+    yield _csv_line(["document", *SpanPrediction.__annotations__])
     for number, spans in enumerate(documents):
         for span in spans:
             yield _csv_line([number, *span[:-1], _rounded(span.probability)])

@@ -86,7 +86,7 @@ class Task:
     next_token: Callable[..., "torch.Tensor"] | None = None
     """Scores of the token behind one row, (1, V), in fp32, of a network that writes text, given `(network, batch, *,
     kept)`: the batch has `input_ids`, if it is `paired` those of the source and in `written` what follows the begin of
-    its target; `kept` is a dict for what it needs again. Left out: as `causal_lm` does it."""
+    its target; `kept` is a dict for what it needs again. Left out: as language models do it."""
     paired: bool = False
     """True if a row is a pair of texts, of which the second is the target: `padded`, no conversations."""
     tagged: bool = False

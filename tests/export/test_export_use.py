@@ -167,7 +167,7 @@ def test_refusals(places: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(
         json.dumps({**json.loads(config.read_text()), "architectures": ["LlamaForImageClassification"]})
     )
-    with pytest.raises(RecipeError, match="is no language model and no classifier"):
+    with pytest.raises(RecipeError, match="is no language model and no classifier of documents or words"):
         load_model.load_model(str(tmp_path))
 
 

@@ -320,9 +320,7 @@ class Encoder:
         A tokenizer without a fast backend is slow but works, in one thread. Of pairs, each is the JSON of two texts,
         with `targets` the second is one that is to be written; where words are tagged, of these.
         """
-        self._tokenizer, self._pairs, self._tagged = tokenizer, pairs, tagged
-        # Marian has a vocabulary for each side.
-        self._sides = ("text", "text_target") if targets else ("text", "text")
+        self._tokenizer, self._pairs, self._tagged, self._targets = tokenizer, pairs, tagged, targets
         self._num_workers = num_workers or cores()
 
     @cached_property
@@ -343,10 +341,12 @@ class Encoder:
             return self._encode_words([json.loads(text) if text else [] for text in decoded])
         if self._fast is None:
             options = {"add_special_tokens": False, "split_special_tokens": True}
-            sides = itertools.cycle(self._sides)
             lists = [
-                self._tokenizer(**{side: text}, **options)["input_ids"]
-                for side, text in zip(sides, decoded, strict=False)
+                # Marian has a vocabulary for each side.
+                self._tokenizer(text_target=text, **options)["input_ids"]
+                if self._targets and number % 2
+                else self._tokenizer.encode(text, **options)
+                for number, text in enumerate(decoded)
             ]
         else:
             lists = [found.ids for found in self._fast.encode_batch_fast(decoded, add_special_tokens=False)]
