@@ -15,7 +15,7 @@ import pytest
 
 from finetune.config.recipe import validate_recipe
 from finetune.data.prepare import PreparedData, prepare_data
-from finetune.data.prepared_cache import Cache
+from finetune.data.prepared_cache import STATE_VERSION, Cache
 from finetune.utils.atomic_files import digest_of, file_digest, read_lines
 from finetune.utils.errors import DataError
 from tests.support.ranks import Place
@@ -98,7 +98,10 @@ def test_a_cache_of_a_strangers_holds_numbers_only(tmp_path: Path, what: str) ->
         sample(tmp_path)
 
 
-@pytest.mark.parametrize("state", ["{", "[]", '{"version": 4}', '{"version": 4, "sides": 3}', '{"version": null}'])
+@pytest.mark.parametrize(
+    "state",
+    ["{", "[]", f'{{"version": {STATE_VERSION}}}', f'{{"version": {STATE_VERSION}, "sides": 3}}', '{"version": null}'],
+)
 def test_a_state_that_is_none_is_not_gone_on_from(tmp_path: Path, state: str) -> None:
     first = sample(tmp_path)
     folder = folders(tmp_path, "tokens")[0]
@@ -106,7 +109,7 @@ def test_a_state_that_is_none_is_not_gone_on_from(tmp_path: Path, state: str) ->
     for file in part.iterdir():
         file.unlink()
     (part / "state.json").write_text(state)
-    if '"version": 4' in state:
+    if f'"version": {STATE_VERSION}' in state:
         with pytest.raises(DataError, match="is damaged"):
             sample(tmp_path)
     assert sample(tmp_path).digest == first.digest
@@ -121,7 +124,7 @@ def test_a_part_that_links_elsewhere_is_not_written_through(tmp_path: Path) -> N
     part = folder.rename(folder.with_name(f"{folder.name}.part"))
     (part / "train.tokens").unlink()
     (part / "train.tokens").symlink_to(precious)
-    (part / "state.json").write_text('{"version": 4}')
+    (part / "state.json").write_text(f'{{"version": {STATE_VERSION}}}')
     sample(cache)
     assert precious.read_text() == "mine"
 
