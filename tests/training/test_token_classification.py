@@ -19,6 +19,7 @@ from transformers import AutoTokenizer, BertForTokenClassification, PreTrainedTo
 
 from finetune.cli import main
 from finetune.config.recipe import validate_recipe
+from finetune.data.sources.readers import Fields, read_file
 from finetune.data.tokenization.tokenizer import Encoder
 from finetune.export import verify_export
 from finetune.tasks.tag_spans import TagScheme, count_spans, list_spans
@@ -260,6 +261,8 @@ def test_formats_give_the_same_rows(tmp_path: Path) -> None:
         csv.writer(file).writerows([["tokens", "ner_tags"], *([" ".join(w), " ".join(t)] for w, t in SENTENCES[:12])])
     blocks = ["".join(f"{w} NN {t}\n" for w, t in zip(*pair, strict=True)) for pair in SENTENCES[:12]]
     files["conll"].write_text("-DOCSTART- -X- O\n\n" + "\n\n".join(blocks))
+    bare = read_file(files["conll"], Fields("tokens", None, tagged=True))
+    assert [(json.loads(document.text), document.tags) for document in bare] == [(w, None) for w, _ in SENTENCES[:12]]
     numbers = [[TAGS.index(tag) for tag in row] for row in tags]
     kinds = {
         "tokens": datasets.List(datasets.Value("string")),

@@ -446,7 +446,8 @@ def _read_conll(path: Path, fields: Fields, meter: Meter) -> Iterator[Document]:
     first, words, tags = 1, list[str](), list[str]()
 
     def sentence() -> Document:
-        return document_of({fields.label: tags, fields.text: words}, fields, f"{path}, line {first}")
+        labels = {} if fields.label is None else {fields.label: tags}
+        return document_of({**labels, fields.text: words}, fields, f"{path}, line {first}")
 
     for number, line in lines(path, meter):
         columns = line.split()
