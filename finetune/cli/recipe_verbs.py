@@ -108,6 +108,7 @@ def _add_project_arguments(verb: argparse.ArgumentParser, *, required: bool) -> 
 def _add_start_arguments(verb: argparse.ArgumentParser, *, required: bool) -> None:
     """Adds what starts a run; `required`: a launch file must be given."""
     arguments.add_launch_arguments(verb, required=required)
+    arguments.add_machine_arguments(verb)
     verb.add_argument("--dry-run", action="store_true", help=DRY_RUN_HELP)
     verb.add_argument("--quiet", action="store_true", help="print errors only")
 
@@ -190,7 +191,14 @@ def launch(parsed: argparse.Namespace) -> None:
 
     options = [word for option, value in arguments.launch_options(parsed).items() for word in (f"--{option}", value)]
     words = [*["--quiet"] * parsed.quiet, parsed.recipe, *parsed.overrides]
-    launch_workers(parsed.config_file, options, words, grace_s=recipe.guard.grace_s)
+    launch_workers(
+        parsed.config_file,
+        options,
+        words,
+        grace_s=recipe.guard.grace_s,
+        recipe=recipe.model_dump(mode="json"),
+        timeouts=arguments.machine_timeouts(parsed),
+    )
 
 
 def explain(parsed: argparse.Namespace) -> None:

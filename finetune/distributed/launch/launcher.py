@@ -22,16 +22,23 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from finetune.distributed.launch.launch_config import check_installed, name_deepspeed_device
-from finetune.distributed.launch.predicted_environment import predict_environment
+from finetune.distributed.launch.predicted_environment import PredictedEnvironment, predict_environment
 from finetune.utils import orphan_watch, signals
-from finetune.utils.exit_codes import REQUEUE, run_guarded
+from finetune.utils.errors import BackendError
+from finetune.utils.exit_codes import REQUEUE, USER_ERROR, exit_with, print_error, run_guarded
 from finetune.utils.hub_access import go_offline_if_unreachable
 from finetune.utils.library_imports import quick_imports
 from finetune.utils.temporary_folders import temporary_folder
+
+if TYPE_CHECKING:
+    from finetune.distributed.launch.heartbeat import Heartbeat
+
+SEVERAL = "FINETUNE_MACHINES"
+"""Variable by which `launch_workers` tells the launcher that it turns into of a launch on several machines."""
 
 # After a failure torchrun asks the other workers to end, and kills those that hang: after 30 s, if left to itself.
 _HUNG_S = 25
@@ -77,13 +84,24 @@ def launch_workers(
     *,
     module: str = "finetune.training",
     grace_s: float = 0.0,
+    recipe: Mapping[str, Any] | None = None,
+    timeouts: Mapping[str, float] | None = None,
 ) -> None:
     """Turns this process into the launcher of `launcher_command`, which see; it returns only by an error.
 
     Args:
         grace_s: How long workers may take to save once the launcher is told to stop.
+        recipe: What is run, which launchers of several machines compare.
+        timeouts: How long these wait for each other; see `rendezvous.MachinePlan`.
     """
-    words = launcher_command(config_file, options, arguments, module=module)
+    foreseen = _foresee(config_file, options)
+    words = _command(foreseen, config_file, options, arguments, module)
+    if foreseen.asked.num_machines > 1:
+        from finetune.distributed.launch import rendezvous
+
+        given = {"command": list(arguments)} if recipe is None else recipe
+        verb = "launch" if recipe is not None else arguments[0]
+        rendezvous.hand_over(rendezvous.plan_machine(foreseen, verb, given, **(timeouts or {})), SEVERAL)
     os.environ.setdefault(_PATIENCE, str(math.ceil(grace_s) + 10))
     sys.stdout.flush()
     sys.stderr.flush()
@@ -105,9 +123,23 @@ def launcher_command(
     Raises:
         BackendError: As a run would: the launch file cannot be used, or contradicts itself or the environment.
     """
-    given = {name.removeprefix("--"): value for name, value in zip(options[::2], options[1::2], strict=True)}
-    foreseen = predict_environment(config_file, given, os.environ)
+    return _command(_foresee(config_file, options), config_file, options, arguments, module)
+
+
+def _foresee(config_file: str, options: Sequence[str]) -> PredictedEnvironment:
+    foreseen = predict_environment(config_file, _given(options), os.environ)
     check_installed(foreseen.launch)
+    return foreseen
+
+
+def _given(options: Sequence[str]) -> dict[str, str]:
+    return {name.removeprefix("--"): value for name, value in zip(options[::2], options[1::2], strict=True)}
+
+
+def _command(
+    foreseen: PredictedEnvironment, config_file: str, options: Sequence[str], arguments: Sequence[str], module: str
+) -> list[str]:
+    given = _given(options)
     alone = foreseen.asked.num_machines == 1 and "main_process_port" not in {*foreseen.written, *given}
     # Any free port, so that two runs fit on one machine.
     port = ["--main_process_port", "0"] if alone else []
@@ -123,10 +155,17 @@ def main(arguments: Sequence[str]) -> int:
     # A library that starts threads where it is imported would not have them in a fork. Workers choose their own number.
     unset = "OMP_NUM_THREADS" not in os.environ
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    several, heartbeat = SEVERAL in os.environ, None
+    if several:
+        # What becomes of connections is said here in a paragraph, not in torch's notes on its sockets. Workers, too,
+        # need none: they are forks, or inherit it.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     with quick_imports():
         import torch
         from accelerate.commands.launch import launch_command, launch_command_parser
 
+        if several and (heartbeat := _meet()) is None:
+            return USER_ERROR
         parsed = launch_command_parser().parse_args(list(arguments))
         # A fork closes what it inherits by what Linux says of its open files.
         forks = parsed.module and sys.platform == "linux" and not torch.cuda.is_available()
@@ -142,7 +181,7 @@ def main(arguments: Sequence[str]) -> int:
     sent: list[int] = []
     # What torchrun itself handles: Accelerate passes it on.
     parsed.signals_to_handle = signal.SIGQUIT.name
-    _end_workers_sooner(sent)
+    _end_workers_sooner(sent, heartbeat)
     with (
         temporary_folder() as folder,
         signals.handle_signals(signals.stop_signals(), partial(_pass_on, sent)),
@@ -150,10 +189,49 @@ def main(arguments: Sequence[str]) -> int:
     ):
         # torchrun would leave a folder of its own behind.
         parsed.log_dir = parsed.log_dir or str(folder)
-        return _run(launch_command, parsed, sent)
+        if heartbeat is None:
+            return _run(launch_command, parsed, sent)
+        code = 1
+        try:
+            # Accelerate refuses a port that is in use: here it is, by the store that torchrun goes on with.
+            with patch("accelerate.utils.launch.is_port_in_use", lambda port: False):
+                code = _run(launch_command, parsed, sent, heartbeat)
+        except signals.Interrupted as error:
+            code = 128 + error.number
+            raise
+        finally:
+            code = heartbeat.finish(code)
+        return code
 
 
-def _run(launch_command: Callable[[Any], None], parsed: Any, sent: Sequence[int]) -> int:
+def _meet() -> "Heartbeat | None":
+    """Meets the launchers of other machines; returns None where they cannot start, which has been said."""
+    from finetune.distributed.launch import network_interface, rendezvous
+    from finetune.distributed.launch.heartbeat import Heartbeat
+
+    meeting = rendezvous.Meeting(rendezvous.take_over(SEVERAL), _say)
+    try:
+        met = meeting.hold()
+    except BackendError as error:
+        print_error(error)
+        meeting.tell_late_ones()
+        return None
+    met.listener.close()
+    for warning in met.warnings:
+        _say(f"Warning: {warning}")
+    os.environ.update(network_interface.interface_variables(met.interface, os.environ))
+    heartbeat = Heartbeat(met)
+    heartbeat.start()
+    return heartbeat
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _run(
+    launch_command: Callable[[Any], None], parsed: Any, sent: Sequence[int], heartbeat: "Heartbeat | None" = None
+) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -161,7 +239,7 @@ def _run(launch_command: Callable[[Any], None], parsed: Any, sent: Sequence[int]
         launch_command(parsed)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        return _account(f"The worker of rank {rank}", failure.exitcode)
+        return _account(f"The worker of rank {rank}", failure.exitcode, heartbeat)
     except subprocess.CalledProcessError as error:
         return _account("The worker", error.returncode)
     except _Stopped as error:
@@ -178,25 +256,29 @@ def _run(launch_command: Callable[[Any], None], parsed: Any, sent: Sequence[int]
     return 0
 
 
-def _end_workers_sooner(sent: Sequence[int]) -> None:
-    """Has torchrun kill hung workers sooner, and end with those that were asked to."""
+def _end_workers_sooner(sent: Sequence[int], heartbeat: "Heartbeat | None") -> None:
+    """Has torchrun kill hung workers sooner, end with those that were asked to, and tell other machines of them."""
     from torch.distributed.elastic.multiprocessing.api import PContext, SubprocessContext
 
     close = PContext.close
 
     def sooner(self: PContext, death_sig: signal.Signals | None = None, timeout: int = _HUNG_S) -> None:
+        assert isinstance(self, SubprocessContext)
+        if heartbeat is not None:
+            heartbeat.workers_ended([handler.proc.poll() for handler in self.subprocess_handlers.values()])
         close(self, death_sig, timeout)
         if sent:
-            assert isinstance(self, SubprocessContext)
             raise _Stopped(*(handler.proc.returncode for handler in self.subprocess_handlers.values()))
 
     PContext.close = sooner  # type: ignore[method-assign]
 
 
-def _account(who: str, code: int) -> int:
-    """Says how a worker ended, unless it has said so itself; returns the exit code as a shell would."""
+def _account(who: str, code: int, heartbeat: "Heartbeat | None" = None) -> int:
+    """Says how a worker ended, unless that is said already; returns the exit code as a shell would."""
     if code >= 0:
         return code
+    if heartbeat is not None and heartbeat.has_ended_workers:
+        return 128 - code
     name = signal.Signals(-code).name
     hint = ", which is what the kernel does when memory runs out" if name == "SIGKILL" else ""
     print(f"\n{who} was ended by {name}{hint}.", file=sys.stderr, flush=True)
@@ -324,4 +406,6 @@ def _become(words: list[str], env: Mapping[str, str], new_session: bool, unbuffe
 
 
 if __name__ == "__main__":
-    sys.exit(run_guarded(partial(main, sys.argv[1:])))
+    # Threads of a launch on several machines may hang in calls to others, on which an orderly end would wait.
+    leave = exit_with if SEVERAL in os.environ else sys.exit
+    leave(run_guarded(partial(main, sys.argv[1:])))
