@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from finetune.distributed.launch.machine_facts import capital
 from finetune.distributed.launch.rendezvous import Rendezvous
 from finetune.utils.exit_codes import LOST_RANK, REQUEUE, USER_ERROR
 
@@ -53,6 +54,7 @@ class Heartbeat:
         now = time.monotonic()
         self._counts = {facts.rank: (b"", now) for facts in met.machines if facts.rank != self._own}
         self._left: set[int] = set()
+        """Machines that have ended, or were given up."""
         self._reached = now
         self._ending: _Ending | None = None
         self._told: _Ending | None = None
@@ -197,7 +199,7 @@ class Heartbeat:
         here, quiet = self._machines[self._own].place, now - self._reached
         if self._own and 0 not in self._left and quiet > limit:
             text = (
-                f"{_capital(here)} has not reached {self._machines[0].place} for {quiet:.0f} s: the network between "
+                f"{capital(here)} has not reached {self._machines[0].place} for {quiet:.0f} s: the network between "
                 "them is cut, or machine 0 is down."
             )
             return _Ending(f"{text}{_LAST}", 1)
@@ -207,17 +209,14 @@ class Heartbeat:
         if not silent or quiet > limit / 2:
             return None
         names = " and ".join(self._machines[rank].place for rank in silent)
+        self._left |= silent.keys()
         have, for_s = "have" if len(silent) > 1 else "has", min(silent.values())
-        text = f"{_capital(names)} {have} not been heard of for {for_s:.0f} s"
+        text = f"{capital(names)} {have} not been heard of for {for_s:.0f} s"
         if len(silent) == len(self._counts) > 1:
             text = f"{text} by {here}, which is itself cut off the network, or all of them are down."
         else:
             text = f"{text}: {'they are' if len(silent) > 1 else 'it is'} down, or cut off the network."
         return _Ending(f"{text}{_LAST}", 1)
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
 
 
 def kill_descendants() -> None:

@@ -126,7 +126,7 @@ def find_differences(machines: Sequence[MachineFacts]) -> list[str]:
         if grouped:
             parts = [part.format(named_machines(ranks)) for part, ranks in grouped.items()]
             more = f"; and {len(parts) - _SHOWN} more" if len(parts) > _SHOWN else ""
-            said.append(f"{'; '.join(parts[:_SHOWN])}{more}. {_ADVICE[section]}")
+            said.append(f"{capital('; '.join(parts[:_SHOWN]))}{more}. {_ADVICE[section]}")
     return said
 
 
@@ -206,11 +206,11 @@ def find_warnings(machines: Sequence[MachineFacts], clocks_s: Mapping[int, float
             if name != "torch" and _minor(ours) == _minor(theirs)
         ]
         if pairs:
-            said.append(f"{other.place} has {', '.join(pairs)}; in brackets what machine {first.rank} has.")
+            said.append(f"{capital(other.place)} has {', '.join(pairs)}; in brackets what machine {first.rank} has.")
         if other.devices and first.devices and other.devices != first.devices:
             said.append(
-                f"{other.place} has {_devices(other)}, machine {first.rank} has {_devices(first)}: the slowest sets "
-                "the pace."
+                f"{capital(other.place)} has {_devices(other)}, machine {first.rank} has {_devices(first)}: the "
+                "slowest sets the pace."
             )
         if abs(apart := clocks_s.get(other.rank, 0.0)) > CLOCK_S:
             said.append(
@@ -219,6 +219,11 @@ def find_warnings(machines: Sequence[MachineFacts], clocks_s: Mapping[int, float
                 "ages that `finetune watch` and `finetune runs` show, do. Run an NTP client on every machine."
             )
     return said
+
+
+def capital(text: str) -> str:
+    """Returns a text with a capital at its beginning."""
+    return text[:1].upper() + text[1:]
 
 
 def shown_seconds(seconds: float) -> str:

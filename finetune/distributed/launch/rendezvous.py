@@ -22,7 +22,7 @@ from datetime import timedelta
 from typing import Any
 
 from finetune.distributed.launch import machine_facts, machine_links
-from finetune.distributed.launch.machine_facts import MachineFacts, named_machines
+from finetune.distributed.launch.machine_facts import MachineFacts, capital, named_machines
 from finetune.distributed.launch.machine_links import Link, LinkListener
 from finetune.distributed.launch.network_interface import NetworkInterface, bare_host, find_interface, named_interface
 from finetune.distributed.launch.predicted_environment import PredictedEnvironment
@@ -204,7 +204,7 @@ class Meeting:
         try:
             interface = named_interface(interface, os.environ)
         except BackendError as error:
-            problem = problem or f"machine {own.rank} ({own.host}): {error}"
+            problem = problem or f"On machine {own.rank} ({own.host}): {error}"
         listener = LinkListener(interface.address, own.rank)
         own = replace(
             own,
@@ -277,8 +277,8 @@ class Meeting:
             self._store = self._host()
             return found, ""
         problem = (
-            f"machine_rank is 0 on {plan.facts.host} ({found.address}), and main_process_ip {plan.host} is no address of "
-            f"it. Give each machine its own --machine_rank, from 0 to {plan.facts.num_machines - 1}, and "
+            f"machine_rank is 0 on {plan.facts.host} ({found.address}), and main_process_ip {plan.host} is no address "
+            f"there. Give each machine its own --machine_rank, from 0 to {plan.facts.num_machines - 1}, and "
             "--main_process_ip an address of machine 0."
         )
         try:
@@ -364,7 +364,7 @@ def _wait(store: Any, keys: list[str], deadline: float) -> None:
 
 
 def _paragraph(problems: list[str]) -> str:
-    return f"The machines cannot start together, and nothing was started: {' '.join(problems)}"
+    return f"The machines cannot start together, and nothing was started. {' '.join(map(capital, problems))}"
 
 
 class _Judge:
@@ -402,10 +402,10 @@ class _Judge:
         elif not missing:
             self._write(False, machine_facts.find_differences(machines), machines)
         elif now > self._deadline:
-            have = "have" if len(missing) > 1 else "has"
+            have, within = "have" if len(missing) > 1 else "has", f"within {self._plan.join_timeout_s:g} s"
             came = ", ".join(facts.place for facts in machines)
             text = (
-                f"{named_machines(missing)} {have} not come within {self._plan.join_timeout_s:g} s; here are {came}. "
+                f"{capital(named_machines(missing))} {have} not come {within}; here are {came}. "
                 f"Start the same command there, with --machine_rank {' or '.join(map(str, missing))} and "
                 f"--main_process_ip {self._plan.host}, or look at its output; --join-timeout says how long to wait."
             )
@@ -448,11 +448,11 @@ class _Judge:
             if self._store.check([key]):
                 rows[facts.rank] = json.loads(self._store.get(key))
             else:
-                problems.append(f"{facts.place} came, and then no longer answered.")
+                problems.append(f"{capital(facts.place)} came, and then no longer answered.")
         for rank, row in rows.items():
             broken = [f"machine {other} ({link['problem']})" for other, link in row.items() if link["problem"]]
             if broken:
-                problems.append(f"{machines[rank].place} cannot connect to {', '.join(broken)}.")
+                problems.append(f"{capital(machines[rank].place)} cannot connect to {', '.join(broken)}.")
         if problems:
             problems.append(
                 "All machines must reach each other at every port, since gloo and NCCL take any: open the firewall "
