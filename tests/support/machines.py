@@ -212,7 +212,7 @@ class Machine:
         if silently:
             self.cut()
         self._own.end()
-        self.speed_up()
+        self._end_link()
         # It goes with the card, sooner or later.
         words = [*self._switch.words("--net"), "ip", "link", "del", f"p{self.number}"]
         subprocess.run(words, stderr=subprocess.DEVNULL, timeout=60)
@@ -252,14 +252,15 @@ class Machine:
 
     def speed_up(self) -> None:
         """Undoes `slow_down`."""
+        self._end_link()
+        self.join()
+
+    def _end_link(self) -> None:
         if self._link is not None:
             os.kill(_below(self._link), signal.SIGKILL)
             self._link.communicate()
-            self._link = None
             self._switch.ip("link", "del", self._on_switch)
-            self._on_switch = f"p{self.number}"
-            with suppress(subprocess.CalledProcessError):  # the machine may be off
-                self.join()
+            self._link, self._on_switch = None, f"p{self.number}"
 
     def allow_only(self, *ports: int) -> None:
         """Has a firewall drop every new TCP connection to the machine but those to some ports."""

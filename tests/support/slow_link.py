@@ -51,6 +51,8 @@ def carry(delay_s: float, loss: float, interfaces: list[str]) -> None:
                     frame, where = end.recvfrom(65536)
                 except BlockingIOError:
                     break
+                except OSError:  # the interface is gone
+                    return
                 # What it has sent itself is seen as well.
                 if where[2] != socket.PACKET_OUTGOING and dice.random() >= loss:
                     other = ends[1 - ends.index(end)]

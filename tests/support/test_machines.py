@@ -120,6 +120,8 @@ def test_a_machine_dies_and_returns(machines: Machines, echo: Program, silently:
     listener = machines[1].start([sys.executable, "-c", LISTEN])
     until(lambda: "connected" in listener.output, 30.0, lambda: listener.output)
     assert [process.pid for process in machines[0].processes()] == [echo.pid]
+    if silently:
+        machines[0].slow_down(delay_s=0.0)
     machines[0].kill(silently=silently)
     assert echo.wait() == -9
     assert machines[0].processes() == []
