@@ -5,6 +5,7 @@ import json
 import os
 import sys
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +61,9 @@ def add_verbs(verbs: Any) -> None:
     arguments.add_launch_arguments(verb, required=False)
     verb.add_argument("--recipe", type=recipe_file, help=_RECIPE)
     verb.add_argument("overrides", nargs="*", metavar="key.key=value", help="a value that replaces the recipe's")
+    text = "check all machines together, and measure the links between them: run it on each at once"
+    verb.add_argument("--machines", action="store_true", help=text)
+    arguments.add_machine_arguments(verb)
     arguments.add_json_argument(verb)
 
     verb = arguments.add_verb(verbs, data)
@@ -220,13 +224,20 @@ def explain(parsed: argparse.Namespace) -> None:
 
 
 def doctor(parsed: argparse.Namespace) -> int:
-    """Check whether this machine can run a recipe, and say what to fix."""
-    from finetune.diagnostics.doctor.doctor import read_request, report_checks
+    """Check whether this machine, or several together, can run a recipe, and say what to fix."""
+    from finetune.diagnostics.doctor.doctor import CHECKS, read_request, report_checks
 
     # The environment as the user has it: checks change it for themselves.
     options, env = arguments.launch_options(parsed), dict(os.environ)
     asked, problems = read_request(parsed.recipe, parsed.overrides, parsed.config_file, options, env)
-    results = report_checks(asked, problems, quiet=parsed.json)
+    checks = CHECKS
+    if parsed.machines:
+        from finetune.diagnostics.doctor.several_machines import check_machines
+
+        timeouts = arguments.machine_timeouts(parsed)
+        # What cannot be read here is known before the others are waited for.
+        checks = [] if problems else [partial(check_machines, timeouts=timeouts, say=arguments.to_stderr)]
+    results = report_checks(asked, problems, quiet=parsed.json, checks=checks)
     if parsed.json:
         print(json.dumps([vars(result) for result in results], indent=2))
     return 1 if any(result.status == "failure" for result in results) else 0

@@ -17,6 +17,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -171,15 +172,14 @@ class Meeting:
         if self._plan.facts.rank or self._store is None:
             return
         until = time.monotonic() + min(_LINGER_S, self._plan.join_timeout_s)
-        others = self._plan.facts.num_machines - 1
+        store, others = self._store, self._plan.facts.num_machines - 1
 
         def wait() -> None:
-            while time.monotonic() < until and int(self._store.add("told", 0)) < others:
+            while time.monotonic() < until and int(store.add("told", 0)) < others:
                 time.sleep(_POLL_S)
 
-        waiting = threading.Thread(target=wait, daemon=True)
-        waiting.start()
-        waiting.join(_LINGER_S + 1)
+        with suppress(TimeoutError, RuntimeError):
+            _within(_LINGER_S + 1, wait)
 
     def _run(self) -> None:
         try:
@@ -354,6 +354,71 @@ def _store(address: str, port: int, *, host: bool) -> Any:
         multi_tenant=host,  # torchrun's own store of this process shares the port
     )
     return distributed.PrefixStore("finetune/machines", store)
+
+
+def _within(limit_s: float, call: Callable[[], None]) -> None:
+    """Calls a function in a thread, whose end is not waited for beyond a limit."""
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name="store", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    if thread.is_alive():
+        raise TimeoutError(f"no end within {limit_s:g} s")
+    if failed:
+        raise failed[0]
+
+
+def measure_links(met: Rendezvous, seconds: float = 0.5) -> dict[tuple[int, int], Link]:
+    """Measures the connections between all machines; every machine calls it.
+
+    Args:
+        seconds: How long to send over each; no machine sends over two at a time.
+
+    Returns:
+        Each connection once, by the ranks of both machines, the smaller first.
+
+    Raises:
+        BackendError: If a machine no longer answers.
+    """
+    store, own, number = met.store, met.plan.facts.rank, len(met.machines)
+    found: dict[tuple[int, int], Link] = {}
+
+    def measure() -> None:
+        for turn, pairs in enumerate(machine_links.rounds(number)):
+            for pair in (pair for pair in pairs if pair[0] == own):
+                other = met.machines[pair[1]]
+                link = machine_links.try_link(other.address, other.port, other.rank, met.token, measure_s=seconds)
+                store.set(f"speed/{pair}", json.dumps(asdict(link)))
+            _all_at(store, f"turn/{turn}", number)
+            found.update({pair: Link(**json.loads(store.get(f"speed/{pair}"))) for pair in pairs})
+        # The store ends with machine 0.
+        store.add("measured", 1)
+        if own == 0:
+            _all_at(store, "measured", number, come=True)
+
+    try:
+        _within(8 * machine_links.CONNECT_S * number, measure)
+    except (OSError, RuntimeError) as error:
+        raise BackendError(f"A machine no longer answers while connections are measured: {error}.") from error
+    return found
+
+
+def _all_at(store: Any, place: str, number: int, *, come: bool = False) -> None:
+    """Waits until so many machines have come to a place; `come`: this one is counted already."""
+    deadline = time.monotonic() + 8 * machine_links.CONNECT_S
+    if not come:
+        store.add(place, 1)
+    while int(store.add(place, 0)) < number:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not all machines have come to {place}")
+        time.sleep(_POLL_S)
 
 
 def _wait(store: Any, keys: list[str], deadline: float) -> None:
