@@ -28,7 +28,7 @@ def check_machines(asked: Asked, timeouts: Mapping[str, float], say: Callable[[s
             f"--machines checks several machines together, got {named}. Give --config_file a launch file whose "
             "num_machines is above 1, and run the same command on each machine with its own --machine_rank."
         )
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     recipe = {} if asked.recipe is None else asked.recipe.model_dump(mode="json")
     plan = rendezvous.plan_machine(asked.foreseen, "doctor", recipe, **timeouts)
     meeting = rendezvous.Meeting(plan, say, go_on=True)

@@ -159,7 +159,7 @@ def main(arguments: Sequence[str]) -> int:
     if several:
         # What becomes of connections is said here in a paragraph, not in torch's notes on its sockets. Workers, too,
         # need none: they are forks, or inherit it.
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     with quick_imports():
         import torch
         from accelerate.commands.launch import launch_command, launch_command_parser

@@ -29,6 +29,14 @@ _ADVICE = {
     "devices": "Start on machines of one kind.",
 }
 
+_TITLES = {
+    "recipe": "Recipe",
+    "launch": "Launch file and options",
+    "code": "Files of finetune",
+    "versions": "Versions",
+    "devices": "Devices",
+}
+
 _SHOWN = 6
 
 
@@ -126,7 +134,7 @@ def find_differences(machines: Sequence[MachineFacts]) -> list[str]:
         if grouped:
             parts = [part.format(named_machines(ranks)) for part, ranks in grouped.items()]
             more = f"; and {len(parts) - _SHOWN} more" if len(parts) > _SHOWN else ""
-            said.append(f"{capital('; '.join(parts[:_SHOWN]))}{more}. {_ADVICE[section]}")
+            said.append(f"{_TITLES[section]}: {'; '.join(parts[:_SHOWN])}{more}. {_ADVICE[section]}")
     return said
 
 
@@ -137,25 +145,25 @@ def _differences(section: str, first: MachineFacts, other: MachineFacts) -> Iter
             yield from _values(first, {name: getattr(first, name)}, {name: getattr(other, name)})
     if section == "devices":
         if bool(first.devices) != bool(other.devices):
-            yield f"{{}} has {_devices(other)}, machine {first.rank} {_devices(first)}"
+            yield f"{_devices(other)} on {{}}, and {_devices(first)} on machine {first.rank}"
     elif section == "code":
         names = {*first.code, *other.code}
         files = sorted(name for name in names if first.code.get(name) != other.code.get(name))
         if files:
             more = f" and {len(files) - 3} more" if len(files) > 3 else ""
-            yield f"{{}} runs other code of finetune than machine {first.rank}: {_escaped(', '.join(files[:3]))}{more}"
+            yield f"{_escaped(', '.join(files[:3]))}{more} on {{}} differ from those on machine {first.rank}"
     elif section == "versions":
         for name, (ours, theirs) in _both(first.versions, other.versions):
             # A build of torch for another device computes, and connects, otherwise.
             if name == "torch" or _minor(ours) != _minor(theirs):
-                yield f"{{}} has {name} {theirs}, machine {first.rank} has {ours}"
+                yield f"{name} is {theirs} on {{}}, and {ours} on machine {first.rank}"
     else:
         yield from _values(first, getattr(first, section), getattr(other, section))
 
 
 def _values(first: MachineFacts, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[str]:
     for key, (own, other) in _both(ours, theirs):
-        yield _escaped(f"\0 says {key} {_shown(other)}, machine {first.rank} says {_shown(own)}").replace("\0", "{}")
+        yield f"{_escaped(f'{key} is {_shown(other)}')} on {{}}, and {_escaped(_shown(own))} on machine {first.rank}"
 
 
 def _both(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[tuple[str, tuple[Any, Any]]]:

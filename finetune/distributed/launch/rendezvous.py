@@ -270,21 +270,27 @@ class Meeting:
             ) from error
         except BackendError as error:
             # The others may know that name by another address, and wait there.
-            self._store = self._host()
+            self._store = self._host("127.0.0.1")
             self._refuse(str(error))
             raise
         if found.reaches_itself:
-            self._store = self._host()
+            self._store = self._host(found.peer)
             return found, ""
+        here, most = f"{plan.facts.host} ({found.address})", plan.facts.num_machines - 1
         problem = (
-            f"machine_rank is 0 on {plan.facts.host} ({found.address}), and main_process_ip {plan.host} is no address "
-            f"there. Give each machine its own --machine_rank, from 0 to {plan.facts.num_machines - 1}, and "
-            "--main_process_ip an address of machine 0."
+            f"Rank 0 (machine_rank) is given to {here}, and main_process_ip {plan.host} is no address there. Give each "
+            f"machine its own --machine_rank, from 0 to {most}, and --main_process_ip an address of machine 0."
         )
-        try:
-            socket.create_connection((found.peer, plan.port), timeout=machine_links.CONNECT_S).close()
-        except OSError as error:
-            raise BackendError(problem) from error
+        # The true machine 0, if there is one, is told as well.
+        until = time.monotonic() + min(_LINGER_S, plan.join_timeout_s)
+        while True:
+            try:
+                socket.create_connection((found.peer, plan.port), timeout=machine_links.CONNECT_S).close()
+                break
+            except OSError as error:
+                if time.monotonic() > until:
+                    raise BackendError(problem) from error
+                time.sleep(_POLL_S)
         self._store = self._connect(found.peer)
         return found, problem
 
@@ -293,10 +299,10 @@ class Meeting:
         named = f"machine 0 ({self._plan.facts.host}): {problem}"
         self._store.set("verdict", json.dumps({"ends": True, "problems": [named]}))
 
-    def _host(self) -> Any:
+    def _host(self, address: str) -> Any:
         plan = self._plan
         try:
-            return _store(plan.host, plan.port, host=True)
+            return _store(address, plan.port, host=True)
         except RuntimeError as error:
             if "EADDRINUSE" not in str(error):
                 raise
@@ -487,10 +493,9 @@ class _Judge:
             both = [number for number in numbers if self._alive[number][1] > latest or self._came[number] == latest]
             if len(both) > 1:
                 places = " and ".join(f"{self._facts[n].host} ({self._facts[n].address})" for n in both)
-                most = self._plan.facts.num_machines - 1
                 said.append(
-                    f"machine_rank {rank} is given twice, on {places}. Give each machine its own --machine_rank, from "
-                    f"0 to {most}."
+                    f"Rank {rank} (machine_rank) is given twice, on {places}. Give each machine its own "
+                    f"--machine_rank, from 0 to {self._plan.facts.num_machines - 1}."
                 )
         return said
 
