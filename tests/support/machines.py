@@ -188,11 +188,13 @@ class Machine:
         return program.wait(limit_s), program.output
 
     def processes(self) -> list[psutil.Process]:
-        """Returns what runs on the machine."""
+        """Returns what runs on the machine, but for what has ended and is not waited for."""
         here, found = _processes_of(self._own.init), []
         for process in psutil.process_iter():
-            if process.pid != self._own.init and _processes_of(process.pid) == here is not None:
-                found.append(process)
+            with suppress(psutil.NoSuchProcess):
+                inside = process.pid != self._own.init and _processes_of(process.pid) == here is not None
+                if inside and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
         return found
 
     def wait_until_idle(self, limit_s: float = 30.0) -> None:
