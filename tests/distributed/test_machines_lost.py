@@ -11,9 +11,11 @@ from typing import Any
 
 import psutil
 import pytest
+import yaml
 from forkserver import until
 from harness import ROOT
 from machines import Machines, Program
+from ranks import Place, by_finetune, lines
 
 pytestmark = [pytest.mark.machines, pytest.mark.xdist_group("machines")]
 
@@ -169,3 +171,42 @@ def test_a_machine_that_is_cut_off(machines: Machines, tmp_path: Path, cut: int)
         assert "have not been heard of for 4 s by machine 0 (m0, 10.78.0.1), which is itself cut off" in said[0]
         for other in (1, 2):
             assert f"Error: Machine {other} (m{other}, 10.78.0.{other + 1}) has not reached machine 0" in said[other]
+
+
+def test_runs_and_their_doctor(machines: Machines, tmp_path: Path) -> None:
+    """What trains ends with its launcher, also within a step, and the other machine says whose it was."""
+    place = {"num_machines": 2, "num_processes": 2, "main_process_ip": "10.78.0.1", "main_process_port": 4301}
+    launch_file = tmp_path / "launch.yaml"
+    launch_file.write_text(yaml.safe_dump({"distributed_type": "MULTI_GPU", **place}))
+    (tmp_path / "train.jsonl").write_text(lines(64))
+    recipe = Place(tmp_path, None).recipe(length={"steps": 1_000_000})  # type: ignore[arg-type]
+    waits = ["--join-timeout", str(START_S), "--heartbeat-timeout", str(PATIENCE_S)]
+    words = [*by_finetune(launch_file, str(recipe)), *waits, "--machine_rank"]
+    programs = [machine.start([*words, str(rank)]) for rank, machine in enumerate(machines[:2])]
+    steps = tmp_path / "run" / "metrics.jsonl"
+    until(
+        lambda: steps.exists() or any(program.code is not None for program in programs),
+        START_S,
+        lambda: programs[0].output,
+    )
+    assert steps.exists(), programs[0].output + programs[1].output
+    os.kill(programs[1].pid, signal.SIGKILL)
+    machines[1].wait_until_idle(5.0)
+    assert "the launcher is gone. Ended at once: the last checkpoint stays." in programs[1].output
+    assert programs[0].wait(PATIENCE_S + BEYOND_S) == 1
+    machines[0].wait_until_idle(5.0)
+    assert "Error: Machine 1 (m1, 10.78.0.2) has not been heard of for 4 s" in programs[0].output
+    # A launch that says something else is refused by both, with exit code 2.
+    programs = [machine.start([*words, str(rank), f"optim.lr={rank + 1}e-3"]) for rank, machine in enumerate(machines[:2])]
+    for program in programs:
+        assert program.wait(START_S) == 2
+        assert program.output.count("Error: ") == 1
+        assert "Recipe: optim.lr is 0.002 on machine 1, and 0.001 on machine 0." in program.output
+    # The same, and the network, looked at ahead.
+    words = [sys.executable, "-m", "finetune", "doctor", "--machines", "--config_file", str(launch_file)]
+    programs = [machine.start([*words, "--machine_rank", str(rank)]) for rank, machine in enumerate(machines[:2])]
+    for program in programs:
+        assert program.wait(START_S) == 0, program.output
+        assert "ok       machines: machine 1 (m1, 10.78.0.2) at eth0, no GPU" in program.output
+        assert "ok       link: 0 to 1 " in program.output
+        assert "GB/s" in program.output

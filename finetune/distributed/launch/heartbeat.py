@@ -104,9 +104,7 @@ class Heartbeat:
             self._tell(_Ending(f"{text}{_LAST}", 1))
         elif self._ending is None and code not in (0, REQUEUE):
             self._tell(_Ending(f"The launcher of {here} ended with exit code {code}.{_LAST}", code))
-        # Ranks that fail alike have each said why.
-        if self._ending is not None and not code == self._ending.code == USER_ERROR:
-            self._print(self._ending)
+        self._print_news(code)
         self._word = f"{_LEFT} {code}"
         self._wake.set()
         self._said_word.wait(2 * _COUNT_S)
@@ -114,11 +112,15 @@ class Heartbeat:
             # Others learn from the store how this ended.
             before = self._ending
             limit = self._timeout_s if before is None else _END_S
-            self._wait(limit, lambda: self._left == set(self._counts) or self._ending is not before)
-            if self._ending is not None:
-                self._print(self._ending)
+            self._wait(limit, lambda: self._ending is not before or self._nobody_listens(before is not None))
+            self._print_news(code)
         self._over.set()
         return code if self._ending is None else self._ending.code
+
+    def _nobody_listens(self, failed: bool) -> bool:
+        """Tells if all others have left, or after a failure no longer count either."""
+        now = time.monotonic()
+        return all(rank in self._left or (failed and now - at > 3 * _COUNT_S) for rank, (_, at) in self._counts.items())
 
     def _wait(self, limit_s: float, done: Callable[[], bool]) -> None:
         until = time.monotonic() + limit_s
@@ -135,6 +137,11 @@ class Heartbeat:
         """Returns an ending that leaves workers the time to say what they fail over."""
         wait_s = _ALIKE_S if ending.code == USER_ERROR else _WORDS_S
         return replace(ending, after=time.monotonic() + wait_s)
+
+    def _print_news(self, code: int) -> None:
+        """Prints why workers of all machines ended, unless this machine's have failed alike, and said why."""
+        if self._ending is not None and not code == self._ending.code == USER_ERROR:
+            self._print(self._ending)
 
     def _print(self, ending: _Ending) -> None:
         if not self._printed:
