@@ -197,7 +197,9 @@ def test_runs_and_their_doctor(machines: Machines, tmp_path: Path) -> None:
     machines[0].wait_until_idle(5.0)
     assert "Error: Machine 1 (m1, 10.78.0.2) has not been heard of for 4 s" in programs[0].output
     # A launch that says something else is refused by both, with exit code 2.
-    programs = [machine.start([*words, str(rank), f"optim.lr={rank + 1}e-3"]) for rank, machine in enumerate(machines[:2])]
+    programs = [
+        machine.start([*words, str(rank), f"optim.lr={rank + 1}e-3"]) for rank, machine in enumerate(machines[:2])
+    ]
     for program in programs:
         assert program.wait(START_S) == 2
         assert program.output.count("Error: ") == 1

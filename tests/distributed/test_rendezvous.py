@@ -4,6 +4,7 @@ import json
 import socket
 import threading
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -103,13 +104,13 @@ def local(monkeypatch: pytest.MonkeyPatch) -> int:
     return free_port()
 
 
-def meet(port: int, *machines: MachineFacts, join_s: float = 20.0, heartbeat_s: float = 2.0) -> list[Any]:
+def meet(port: int, *machines: MachineFacts, join_s: float = 20.0, say: Callable[[str], Any] = str) -> list[Any]:
     """What each of several launchers in this process comes to."""
     found: list[Any] = [None] * len(machines)
 
     def hold(index: int, own: MachineFacts) -> None:
         try:
-            found[index] = rendezvous.Meeting(MachinePlan("127.0.0.1", port, own, join_s, heartbeat_s), str).hold()
+            found[index] = rendezvous.Meeting(MachinePlan("127.0.0.1", port, own, join_s, 2.0), say).hold()
         except BackendError as error:
             found[index] = str(error)
 
@@ -152,9 +153,13 @@ def test_a_port_that_is_taken(local: int) -> None:
 
 def test_what_listens_and_is_no_machine(local: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "_SLACK_S", 0.5)
+    monkeypatch.setattr(rendezvous, "_SAY_EVERY_S", 0.4)
+    lines: list[str] = []
     with socket.create_server(("127.0.0.1", local)):
-        text = meet(local, facts(1), join_s=1.0)[0]
+        text = meet(local, facts(1), join_s=1.0, say=lines.append)[0]
     assert "something listens at 127.0.0.1" in text
+    assert lines[0].startswith("Waiting for machine 0 (something listens at")
+    assert len(lines) >= 2
 
 
 def test_a_plan_is_handed_over_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,7 +221,7 @@ def test_ranks_that_lost_others_wait_for_the_reason(local: int, monkeypatch: pyt
 def test_ranks_that_lost_others_for_no_reason(local: int, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
     both = beats(local, monkeypatch)
     assert finish(both, 69, 69) == [1, 1]
-    assert "have lost others, although all machines answer" in capfd.readouterr().err
+    assert "have lost others, and no machine says why" in capfd.readouterr().err
 
 
 def test_what_a_machine_cannot_read_it_does_not_know() -> None:

@@ -98,9 +98,10 @@ class Heartbeat:
         """
         self._lost_ranks |= code == LOST_RANK
         here = self._machines[self._own].place
-        self._wait(self._timeout_s, lambda: self._ending is not None or not self._lost_ranks)
+        if self._lost_ranks:
+            self._wait(self._timeout_s, lambda: self._ending is not None or self._left == set(self._counts))
         if self._ending is None and self._lost_ranks:
-            text = f"Ranks on {here} have lost others, although all machines answer: connections between them broke."
+            text = f"Ranks on {here} have lost others, and no machine says why: connections between them broke."
             self._tell(_Ending(f"{text}{_LAST}", 1))
         elif self._ending is None and code not in (0, REQUEUE):
             self._tell(_Ending(f"The launcher of {here} ended with exit code {code}.{_LAST}", code))

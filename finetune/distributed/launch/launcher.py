@@ -407,5 +407,8 @@ def _become(words: list[str], env: Mapping[str, str], new_session: bool, unbuffe
 
 if __name__ == "__main__":
     # Threads of a launch on several machines may hang in calls to others, on which an orderly end would wait.
-    leave = exit_with if SEVERAL in os.environ else sys.exit
-    leave(run_guarded(partial(main, sys.argv[1:])))
+    several = SEVERAL in os.environ
+    code = run_guarded(partial(main, sys.argv[1:]))
+    if several:
+        exit_with(code)
+    sys.exit(code)

@@ -351,7 +351,8 @@ def _store(address: str, port: int, *, host: bool) -> Any:
     """Returns the store of all machines; keys of torchrun and of workers stay apart by a prefix."""
     from torch import distributed
 
-    store = distributed.TCPStore(
+    torch_stores: Any = distributed
+    store = torch_stores.TCPStore(
         address,
         port,
         is_master=host,
@@ -359,7 +360,7 @@ def _store(address: str, port: int, *, host: bool) -> Any:
         timeout=timedelta(seconds=2 * machine_links.CONNECT_S),
         multi_tenant=host,  # torchrun's own store of this process shares the port
     )
-    return distributed.PrefixStore("finetune/machines", store)
+    return torch_stores.PrefixStore("finetune/machines", store)
 
 
 def _within(limit_s: float, call: Callable[[], None]) -> None:
