@@ -186,8 +186,7 @@ class Meeting:
             self._found = self._meet()
         except (BackendError, OSError, RuntimeError, ValueError) as error:
             known = isinstance(error, BackendError)
-            reason = " ".join(str(error).split())[:200]
-            self._found = error if known else BackendError(f"{self._lost()} ({reason})")
+            self._found = error if known else BackendError(f"{self._lost()} ({_short(error)}).")
             self._found.__cause__ = None if known else error
 
     def _lost(self) -> str:
@@ -304,11 +303,11 @@ class Meeting:
         try:
             return _store(address, plan.port, host=True)
         except RuntimeError as error:
-            if "EADDRINUSE" not in str(error):
-                raise
+            taken = "is taken by another program, or by another launch: end that one"
+            reason = taken if "EADDRINUSE" in str(error) else f"cannot be listened on ({_short(error)}): look at that"
             raise BackendError(
-                f"Port {plan.port} of this machine, where all machines are to meet, is taken by another program, or by "
-                "another launch. End that one, or give another --main_process_port, the same on all machines."
+                f"Port {plan.port} of this machine, where all machines are to meet, {reason}, or give another "
+                "--main_process_port, the same on all machines."
             ) from error
 
     def _connect(self, address: str) -> Any:
@@ -426,6 +425,10 @@ def _all_at(store: Any, place: str, number: int, *, come: bool = False) -> None:
         if time.monotonic() > deadline:
             raise TimeoutError(f"not all machines have come to {place}")
         time.sleep(_POLL_S)
+
+
+def _short(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
 
 
 def _wait(store: Any, keys: list[str], deadline: float) -> None:
