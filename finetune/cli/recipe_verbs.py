@@ -225,12 +225,12 @@ def explain(parsed: argparse.Namespace) -> None:
 
 def doctor(parsed: argparse.Namespace) -> int:
     """Check whether this machine, or several together, can run a recipe, and say what to fix."""
-    from finetune.diagnostics.doctor.doctor import CHECKS, read_request, report_checks
+    from finetune.diagnostics.doctor.doctor import read_request, report_checks
 
     # The environment as the user has it: checks change it for themselves.
     options, env = arguments.launch_options(parsed), dict(os.environ)
     asked, problems = read_request(parsed.recipe, parsed.overrides, parsed.config_file, options, env)
-    checks = CHECKS
+    checks = None
     if parsed.machines:
         from finetune.diagnostics.doctor.several_machines import check_machines
 

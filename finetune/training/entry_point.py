@@ -5,7 +5,6 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -79,9 +78,7 @@ def _train(parsed: argparse.Namespace) -> int:
     try:
         with orphan_watch.end_with_parent(128 + signal.SIGTERM), signals.ended_within(_PATIENCE_S):
             run = build_run(recipe, quiet=parsed.quiet)
-        # On several machines ranks cannot save together once a launcher is gone: the others end theirs.
-        orphans = orphan_watch.end_with_parent(128 + signal.SIGTERM, when="at once: the last checkpoint stays")
-        with run.shutdown.listening(), orphans if orphan_watch.on_several_machines() else nullcontext():
+        with run.shutdown.listening():
             results = train(run)
             run.backend.close()
             # Requests to stop reach the ranks one after the other: the last ones find all saved.

@@ -90,15 +90,14 @@ def on_several_machines() -> bool:
 
 
 @contextmanager
-def end_with_parent(code: int, *, always: bool = False, when: str = "before the first step") -> Iterator[None]:
-    """Ends this process if its launcher ends, also within a collective; for use while there is nothing to save.
+def end_with_parent(code: int, *, always: bool = False) -> Iterator[None]:
+    """Ends this process if its launcher ends; for use while there is nothing to save.
 
     Without its launcher a process may wait half an hour for other ranks that never connect, and hold the run directory.
 
     Args:
         code: Exit code.
         always: Count any parent as a launcher.
-        when: Time of the end, for the message.
     """
     over = threading.Event()
 
@@ -106,7 +105,7 @@ def end_with_parent(code: int, *, always: bool = False, when: str = "before the 
         while not over.wait(EVERY_S):
             if os.getppid() != _parent:
                 with suppress(OSError):
-                    os.write(sys.stderr.fileno(), f"\nError: the launcher is gone. Ended {when}.\n".encode())
+                    os.write(sys.stderr.fileno(), b"\nError: the launcher is gone. Ended before the first step.\n")
                 os._exit(code)
 
     if always or is_launcher():

@@ -192,7 +192,7 @@ def test_runs_and_their_doctor(machines: Machines, tmp_path: Path) -> None:
     assert steps.exists(), programs[0].output + programs[1].output
     os.kill(programs[1].pid, signal.SIGKILL)
     machines[1].wait_until_idle(5.0)
-    assert "the launcher is gone. Ended at once: the last checkpoint stays." in programs[1].output
+    assert "the launcher is gone. Ended; the last checkpoint stays." in programs[1].output
     assert programs[0].wait(PATIENCE_S + BEYOND_S) == 1
     machines[0].wait_until_idle(5.0)
     assert "Error: Machine 1 (m1, 10.78.0.2) has not been heard of for 4 s" in programs[0].output

@@ -198,14 +198,14 @@ def test_machines_that_end_well(local: int, monkeypatch: pytest.MonkeyPatch, cap
     both = beats(local, monkeypatch)
     both[0].workers_ended([code])
     assert finish(both, code, code) == [code, code]
-    assert "Error: " not in capfd.readouterr().err
+    assert "\nError: " not in capfd.readouterr().err
 
 
 def test_an_error_of_the_user_is_said_by_the_workers(local: int, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
     both = beats(local, monkeypatch)
     both[1].workers_ended([2])
     assert finish(both, 2, 2) == [2, 2]
-    assert "Error: " not in capfd.readouterr().err
+    assert "\nError: " not in capfd.readouterr().err
 
 
 def test_ranks_that_lost_others_wait_for_the_reason(local: int, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:

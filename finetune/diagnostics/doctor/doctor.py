@@ -68,9 +68,11 @@ def read_request(
     return Asked(env=env, **found), problems
 
 
-def run_checks(asked: Asked, begin: Callable[[str], None], checks: Sequence[Check]) -> Iterable[CheckResult]:
-    """Runs checks; `begin` shows what is looked at."""
-    for check in checks:
+def run_checks(
+    asked: Asked, begin: Callable[[str], None], checks: Sequence[Check] | None = None
+) -> Iterable[CheckResult]:
+    """Runs every check, or those that are given; `begin` shows what is looked at."""
+    for check in CHECKS if checks is None else checks:
         name = getattr(check, "__name__", "machines").replace("_", " ")
         begin(name)
         try:
@@ -82,9 +84,9 @@ def run_checks(asked: Asked, begin: Callable[[str], None], checks: Sequence[Chec
 
 
 def report_checks(
-    asked: Asked, problems: Sequence[CheckResult], *, quiet: bool, checks: Sequence[Check] = CHECKS
+    asked: Asked, problems: Sequence[CheckResult], *, quiet: bool, checks: Sequence[Check] | None = None
 ) -> list[CheckResult]:
-    """Runs checks and shows each result at once, unless `quiet`; returns all results, `problems` first."""
+    """Runs every check, or those given, and shows results at once, unless `quiet`; returns all, `problems` first."""
     out, styles = plain_console(), {"warning": "yellow", "failure": "red"}
     shown: list[CheckResult] = []
     # What is looked at shows on a terminal only.
