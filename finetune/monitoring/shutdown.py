@@ -52,7 +52,7 @@ class ShutdownHandler:
             self._look_for_parent()
 
     def _look_for_parent(self) -> None:
-        if self.reason is not None or not orphan_watch.parent_is_gone():
+        if self.reason is not None or self._ignoring or not orphan_watch.parent_is_gone():
             return
         code = 128 + signal.SIGTERM
         if orphan_watch.on_several_machines():
@@ -60,7 +60,7 @@ class ShutdownHandler:
             with suppress(OSError):
                 os.write(sys.stderr.fileno(), b"\nError: the launcher is gone. Ended; the last checkpoint stays.\n")
             os._exit(code)
-            # An orphan would continue with nobody to see it, and hold the run directory.
+        # An orphan would continue with nobody to see it, and hold the run directory.
         self._request("the launcher is gone", code)
 
     def ignore(self) -> None:
