@@ -25,10 +25,18 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from finetune.distributed.launch.launch_config import check_installed, name_deepspeed_device
+from finetune.distributed.launch.elastic import elastic_agents, why_ended
+from finetune.distributed.launch.launch_config import (
+    check_installed,
+    given_options,
+    name_deepspeed_device,
+    parse_launch,
+)
+from finetune.distributed.launch.launch_file import read_launch_file
+from finetune.distributed.launch.launch_schema import LaunchFile
 from finetune.distributed.launch.predicted_environment import predict_environment
 from finetune.utils import orphan_watch, signals
-from finetune.utils.exit_codes import REQUEUE, run_guarded
+from finetune.utils.exit_codes import REQUEUE, USER_ERROR, run_guarded
 from finetune.utils.hub_access import go_offline_if_unreachable
 from finetune.utils.library_imports import quick_imports
 from finetune.utils.temporary_folders import temporary_folder
@@ -67,7 +75,10 @@ def _signal_workers(number: int) -> bool:
 
 
 class _Stopped(Exception):
-    """Workers were asked to stop, and have ended, with the exit codes in `args`: none is started again."""
+    """Workers have ended, since they were asked to or a user has to change something: none is started again.
+
+    `args` are their exit codes.
+    """
 
 
 def launch_workers(
@@ -108,7 +119,8 @@ def launcher_command(
     given = {name.removeprefix("--"): value for name, value in zip(options[::2], options[1::2], strict=True)}
     foreseen = predict_environment(config_file, given, os.environ)
     check_installed(foreseen.launch)
-    alone = foreseen.asked.num_machines == 1 and "main_process_port" not in {*foreseen.written, *given}
+    several = foreseen.asked.num_machines > 1 or foreseen.asked.nnodes is not None
+    alone = not several and "main_process_port" not in {*foreseen.written, *given}
     # Any free port, so that two runs fit on one machine.
     port = ["--main_process_port", "0"] if alone else []
     words = [sys.executable, "-m", "finetune.distributed.launch.launcher", "--config_file", config_file]
@@ -125,9 +137,9 @@ def main(arguments: Sequence[str]) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with quick_imports():
         import torch
-        from accelerate.commands.launch import launch_command, launch_command_parser
+        from accelerate.commands.launch import launch_command
 
-        parsed = launch_command_parser().parse_args(list(arguments))
+        parsed = parse_launch(arguments)
         # A fork closes what it inherits by what Linux says of its open files.
         forks = parsed.module and sys.platform == "linux" and not torch.cuda.is_available()
         if forks:
@@ -143,19 +155,29 @@ def main(arguments: Sequence[str]) -> int:
     # What torchrun itself handles: Accelerate passes it on.
     parsed.signals_to_handle = signal.SIGQUIT.name
     _end_workers_sooner(sent)
+    asked = read_launch_file(parsed.config_file).model_copy(update=given_options(parsed)) if parsed.nnodes else None
+    if asked is not None:
+        # Accelerate would look for whoever listens there, and refuse it.
+        parsed.main_process_port = 0
     with (
         temporary_folder() as folder,
         signals.handle_signals(signals.stop_signals(), partial(_pass_on, sent)),
         forked_workers() if forks else nullcontext(),
+        elastic_agents(asked, partial(bool, sent), partial(_signal_workers, signal.SIGKILL))
+        if asked is not None
+        else nullcontext(),
     ):
         # torchrun would leave a folder of its own behind.
         parsed.log_dir = parsed.log_dir or str(folder)
-        return _run(launch_command, parsed, sent)
+        return _run(launch_command, parsed, sent, asked)
 
 
-def _run(launch_command: Callable[[Any], None], parsed: Any, sent: Sequence[int]) -> int:
+def _run(
+    launch_command: Callable[[Any], None], parsed: Any, sent: Sequence[int], asked: LaunchFile | None = None
+) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
 
     try:
         launch_command(parsed)
@@ -168,10 +190,17 @@ def _run(launch_command: Callable[[Any], None], parsed: Any, sent: Sequence[int]
         failed = [code for code in error.args if code not in (0, REQUEUE)]
         if not failed:
             return REQUEUE if REQUEUE in error.args else 0
+        if USER_ERROR in failed:
+            return USER_ERROR
         # One that failed says more than those that were ended with it.
         return next((code for code in failed if code is not None and code > 0), 128 + sent[0])
     except SignalException as error:
         return 128 + int(error.sigval)
+    except RendezvousError as error:
+        if asked is None:
+            raise
+        print(f"\nError: {why_ended(error, asked)}", file=sys.stderr, flush=True)
+        return USER_ERROR
     except (ValueError, OSError) as error:
         print(f"\nError: accelerate launch cannot start this: {error}", file=sys.stderr, flush=True)
         return 2
@@ -186,9 +215,11 @@ def _end_workers_sooner(sent: Sequence[int]) -> None:
 
     def sooner(self: PContext, death_sig: signal.Signals | None = None, timeout: int = _HUNG_S) -> None:
         close(self, death_sig, timeout)
-        if sent:
-            assert isinstance(self, SubprocessContext)
-            raise _Stopped(*(handler.proc.returncode for handler in self.subprocess_handlers.values()))
+        assert isinstance(self, SubprocessContext)
+        codes = [handler.proc.returncode for handler in self.subprocess_handlers.values()]
+        # What a user has to change is the same after a restart.
+        if sent or USER_ERROR in codes:
+            raise _Stopped(*codes)
 
     PContext.close = sooner  # type: ignore[method-assign]
 
