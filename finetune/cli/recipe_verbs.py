@@ -193,7 +193,10 @@ def launch(parsed: argparse.Namespace) -> None:
         return
     from finetune.distributed.launch.launcher import launch_workers
 
-    options = [word for option, value in arguments.launch_options(parsed).items() for word in (f"--{option}", value)]
+    given = arguments.launch_options(parsed)
+    if "nnodes" in given:
+        _check_machines(parsed, recipe)
+    options = [word for option, value in given.items() for word in (f"--{option}", value)]
     words = [*["--quiet"] * parsed.quiet, parsed.recipe, *parsed.overrides]
     launch_workers(
         parsed.config_file,
@@ -203,6 +206,20 @@ def launch(parsed: argparse.Namespace) -> None:
         recipe=recipe.model_dump(mode="json"),
         timeouts=arguments.machine_timeouts(parsed),
     )
+
+
+def _check_machines(parsed: argparse.Namespace, recipe: "Recipe") -> None:
+    """Refuses an elastic launch that could come to a number of machines over which the batch is not even."""
+    from finetune.distributed.launch.predicted_environment import elastic_launches, predict_environment
+    from finetune.distributed.resolve_config import derive_accumulation
+    from finetune.utils.errors import RecipeError
+
+    foreseen = predict_environment(parsed.config_file, arguments.launch_options(parsed), os.environ)
+    for machines, launch in elastic_launches(foreseen):
+        try:
+            derive_accumulation(recipe, launch.data_ranks, launch.num_processes)
+        except RecipeError as error:
+            raise RecipeError(f"--nnodes {parsed.nnodes} allows {machines} machines, over which {error}") from error
 
 
 def explain(parsed: argparse.Namespace) -> None:

@@ -25,7 +25,15 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
-from finetune.distributed.launch.launch_config import check_installed, name_deepspeed_device
+from finetune.distributed.launch.elastic import elastic_agents, why_ended
+from finetune.distributed.launch.launch_config import (
+    check_installed,
+    given_options,
+    name_deepspeed_device,
+    parse_launch,
+)
+from finetune.distributed.launch.launch_file import read_launch_file
+from finetune.distributed.launch.launch_schema import LaunchFile
 from finetune.distributed.launch.predicted_environment import PredictedEnvironment, predict_environment
 from finetune.utils import orphan_watch, signals
 from finetune.utils.errors import BackendError
@@ -74,7 +82,10 @@ def _signal_workers(number: int) -> bool:
 
 
 class _Stopped(Exception):
-    """Workers were asked to stop, and have ended, with the exit codes in `args`: none is started again."""
+    """Workers have ended, since they were asked to or a user has to change something: none is started again.
+
+    `args` are their exit codes.
+    """
 
 
 def launch_workers(
@@ -96,7 +107,8 @@ def launch_workers(
     """
     foreseen = _foresee(config_file, options)
     words = _command(foreseen, config_file, options, arguments, module)
-    if foreseen.asked.num_machines > 1:
+    # Machines of an elastic launch come and go; its agents watch them.
+    if foreseen.asked.num_machines > 1 and foreseen.asked.nnodes is None:
         from finetune.distributed.launch import rendezvous
 
         given = {"command": list(arguments)} if recipe is None else recipe
@@ -140,7 +152,8 @@ def _command(
     foreseen: PredictedEnvironment, config_file: str, options: Sequence[str], arguments: Sequence[str], module: str
 ) -> list[str]:
     given = _given(options)
-    alone = foreseen.asked.num_machines == 1 and "main_process_port" not in {*foreseen.written, *given}
+    several = foreseen.asked.num_machines > 1 or foreseen.asked.nnodes is not None
+    alone = not several and "main_process_port" not in {*foreseen.written, *given}
     # Any free port, so that two runs fit on one machine.
     port = ["--main_process_port", "0"] if alone else []
     words = [sys.executable, "-m", "finetune.distributed.launch.launcher", "--config_file", config_file]
@@ -162,11 +175,11 @@ def main(arguments: Sequence[str]) -> int:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     with quick_imports():
         import torch
-        from accelerate.commands.launch import launch_command, launch_command_parser
+        from accelerate.commands.launch import launch_command
 
         if several and (heartbeat := _meet()) is None:
             return USER_ERROR
-        parsed = launch_command_parser().parse_args(list(arguments))
+        parsed = parse_launch(arguments)
         # A fork closes what it inherits by what Linux says of its open files.
         forks = parsed.module and sys.platform == "linux" and not torch.cuda.is_available()
         if forks:
@@ -182,20 +195,27 @@ def main(arguments: Sequence[str]) -> int:
     # What torchrun itself handles: Accelerate passes it on.
     parsed.signals_to_handle = signal.SIGQUIT.name
     _end_workers_sooner(sent, heartbeat)
+    asked = read_launch_file(parsed.config_file).model_copy(update=given_options(parsed)) if parsed.nnodes else None
+    if asked is not None:
+        # Accelerate would look for whoever listens there, and refuse it.
+        parsed.main_process_port = 0
     with (
         temporary_folder() as folder,
         signals.handle_signals(signals.stop_signals(), partial(_pass_on, sent)),
         forked_workers() if forks else nullcontext(),
+        elastic_agents(asked, partial(bool, sent), partial(_signal_workers, signal.SIGKILL))
+        if asked is not None
+        else nullcontext(),
     ):
         # torchrun would leave a folder of its own behind.
         parsed.log_dir = parsed.log_dir or str(folder)
         if heartbeat is None:
-            return _run(launch_command, parsed, sent)
+            return _run(launch_command, parsed, sent, asked)
         code = 1
         try:
             # Accelerate refuses a port that is in use: here it is, by the store that torchrun goes on with.
             with patch("accelerate.utils.launch.is_port_in_use", lambda port: False):
-                code = _run(launch_command, parsed, sent, heartbeat)
+                code = _run(launch_command, parsed, sent, asked, heartbeat)
         except signals.Interrupted as error:
             code = 128 + error.number
             raise
@@ -230,10 +250,15 @@ def _say(line: str) -> None:
 
 
 def _run(
-    launch_command: Callable[[Any], None], parsed: Any, sent: Sequence[int], heartbeat: "Heartbeat | None" = None
+    launch_command: Callable[[Any], None],
+    parsed: Any,
+    sent: Sequence[int],
+    asked: LaunchFile | None = None,
+    heartbeat: "Heartbeat | None" = None,
 ) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
 
     try:
         launch_command(parsed)
@@ -246,10 +271,17 @@ def _run(
         failed = [code for code in error.args if code not in (0, REQUEUE)]
         if not failed:
             return REQUEUE if REQUEUE in error.args else 0
+        if USER_ERROR in failed:
+            return USER_ERROR
         # One that failed says more than those that were ended with it.
         return next((code for code in failed if code is not None and code > 0), 128 + sent[0])
     except SignalException as error:
         return 128 + int(error.sigval)
+    except RendezvousError as error:
+        if asked is None:
+            raise
+        print(f"\nError: {why_ended(error, asked)}", file=sys.stderr, flush=True)
+        return USER_ERROR
     except (ValueError, OSError) as error:
         print(f"\nError: accelerate launch cannot start this: {error}", file=sys.stderr, flush=True)
         return 2
@@ -267,8 +299,10 @@ def _end_workers_sooner(sent: Sequence[int], heartbeat: "Heartbeat | None") -> N
         if heartbeat is not None:
             heartbeat.workers_ended([handler.proc.poll() for handler in self.subprocess_handlers.values()])
         close(self, death_sig, timeout)
-        if sent:
-            raise _Stopped(*(handler.proc.returncode for handler in self.subprocess_handlers.values()))
+        codes = [handler.proc.returncode for handler in self.subprocess_handlers.values()]
+        # What a user has to change is the same after a restart.
+        if sent or USER_ERROR in codes:
+            raise _Stopped(*codes)
 
     PContext.close = sooner  # type: ignore[method-assign]
 
