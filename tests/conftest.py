@@ -5,6 +5,7 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
+import machines
 import pytest
 import testdata
 from forkserver import ForkServer
@@ -23,6 +24,7 @@ settings.load_profile("project")
 NEEDS = {
     "gpu": "needs a CUDA device",
     "real_data": f"compares with published figures, on data at {testdata.REAL}",
+    "machines": machines.LACK,
 }
 MAY_LACK = (
     "needs the extra [bench]",
@@ -78,13 +80,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import torch
 
     there = {"gpu": torch.cuda.is_available(), "real_data": testdata.REAL.is_dir()}
+    wanted = any(item.get_closest_marker("machines") is not None for item in items)
+    there["machines"] = not (lack := machines.lacking() if wanted else None)
     for item in items:
         # The op for NVMe alone takes three minutes to compile.
         if item.path.stem in QUICK and item.get_closest_marker("nvme") is None:
             item.add_marker(pytest.mark.quick)
         for marker, reason in NEEDS.items():
             if item.get_closest_marker(marker) is not None and not there[marker]:
-                item.add_marker(pytest.mark.skip(reason=reason))
+                item.add_marker(pytest.mark.skip(reason=lack if marker == "machines" and lack else reason))
     # What the tests' modules import stays: exports collect garbage, and would look through all of it each time.
     gc.freeze()
     on_real_data = [item.nodeid for item in items if item.get_closest_marker("real_data") is not None]

@@ -21,6 +21,7 @@ from finetune.checkpoint.checkpoint_store import CheckpointStore, name_of, open_
 from finetune.config.recipe import dump_recipe
 from finetune.config.recipe_schema import Recipe
 from finetune.distributed.backend import Backend
+from finetune.distributed.rendezvous_names import attempt_number
 from finetune.monitoring.metrics import warn
 from finetune.utils import atomic_files, json_files
 from finetune.utils.compat.library_versions import PROVEN, installed
@@ -101,7 +102,7 @@ class RunDirectory:
                         "example."
                     )
         # Workers that a launcher has started again after a failure mean the run that they have begun.
-        again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+        again = attempt_number() > 0
         overwrite = recipe.output.overwrite and not again
         mode = "auto" if again and recipe.resume.mode == "never" else recipe.resume.mode
         previous = _find_previous(path, mode, overwrite)

@@ -1,6 +1,7 @@
 """Arguments that several verbs take, and what several verbs do first."""
 
 import argparse
+import math
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,28 @@ def add_launch_arguments(verb: argparse.ArgumentParser, *, required: bool) -> No
     options = verb.add_argument_group("launch options", "They replace values of the launch file.")
     for option, text in OPTIONS.items():
         options.add_argument(f"--{option}", help=text)
+
+
+def add_machine_arguments(verb: argparse.ArgumentParser) -> None:
+    """Adds how long machines of one launch wait for each other."""
+    waits = verb.add_argument_group("several machines")
+    text = "seconds within which all machines must have started (default: 300)"
+    waits.add_argument("--join-timeout", type=_seconds, metavar="S", help=text)
+    text = "seconds after which a machine that does not answer is given up (default: 30)"
+    waits.add_argument("--heartbeat-timeout", type=_seconds, metavar="S", help=text)
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 1 <= seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"it takes a number of seconds from 1, got {text}")
+    return seconds
+
+
+def machine_timeouts(parsed: argparse.Namespace) -> dict[str, float]:
+    """Returns the arguments of `add_machine_arguments` that were given."""
+    names = ("join_timeout", "heartbeat_timeout")
+    return {f"{name}_s": value for name in names if (value := getattr(parsed, name)) is not None}
 
 
 def add_config_file(verb: argparse.ArgumentParser, text: str, *, required: bool = False) -> None:

@@ -67,6 +67,9 @@ def build_parser() -> argparse.ArgumentParser:
     verb.add_argument("topic", nargs="*", metavar="TOPIC", help="a page or words, such as `launch` or `early stopping`")
 
     arguments.add_verb(verbs, ops)
+
+    verb = arguments.add_verb(verbs, rendezvous)
+    verb.add_argument("--port", type=int, default=29500, help="the port to listen on (default: 29500)")
     return parser
 
 
@@ -115,3 +118,10 @@ def ops(parsed: argparse.Namespace) -> None:
     from finetune.distributed.native_ops import build_all
 
     build_all()
+
+
+def rendezvous(parsed: argparse.Namespace) -> None:
+    """Host the store where the machines of an elastic launch meet, until Ctrl-C."""
+    from finetune.distributed.launch.elastic import host_store
+
+    host_store(parsed.port, partial(print, flush=True))

@@ -5,6 +5,7 @@ import json
 import os
 import sys
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,6 +66,9 @@ def add_verbs(verbs: Any) -> None:
     arguments.add_launch_arguments(verb, required=False)
     verb.add_argument("--recipe", type=recipe_file, help=_RECIPE)
     verb.add_argument("overrides", nargs="*", metavar="key.key=value", help="a value that replaces the recipe's")
+    text = "check all machines together, and measure the links between them: run it on each at once"
+    verb.add_argument("--machines", action="store_true", help=text)
+    arguments.add_machine_arguments(verb)
     arguments.add_json_argument(verb)
 
     verb = arguments.add_verb(verbs, data)
@@ -113,6 +117,7 @@ def _add_project_arguments(verb: argparse.ArgumentParser, *, required: bool) -> 
 def _add_start_arguments(verb: argparse.ArgumentParser, *, required: bool) -> None:
     """Adds what starts a run; `required`: a launch file must be given."""
     arguments.add_launch_arguments(verb, required=required)
+    arguments.add_machine_arguments(verb)
     verb.add_argument("--dry-run", action="store_true", help=DRY_RUN_HELP)
     verb.add_argument("--quiet", action="store_true", help="print errors only")
 
@@ -209,9 +214,33 @@ def _start(parsed: argparse.Namespace) -> None:
         return
     from finetune.distributed.launch.launcher import launch_workers
 
-    options = [word for option, value in arguments.launch_options(parsed).items() for word in (f"--{option}", value)]
+    given = arguments.launch_options(parsed)
+    if "nnodes" in given:
+        _check_machines(parsed, recipe)
+    options = [word for option, value in given.items() for word in (f"--{option}", value)]
     words = [*["--quiet"] * parsed.quiet, parsed.recipe, *parsed.overrides]
-    launch_workers(parsed.config_file, options, words, grace_s=recipe.guard.grace_s)
+    launch_workers(
+        parsed.config_file,
+        options,
+        words,
+        grace_s=recipe.guard.grace_s,
+        recipe=recipe.model_dump(mode="json"),
+        timeouts=arguments.machine_timeouts(parsed),
+    )
+
+
+def _check_machines(parsed: argparse.Namespace, recipe: "Recipe") -> None:
+    """Refuses an elastic launch that could come to a number of machines over which the batch is not even."""
+    from finetune.distributed.launch.predicted_environment import elastic_launches, predict_environment
+    from finetune.distributed.resolve_config import derive_accumulation
+    from finetune.utils.errors import RecipeError
+
+    foreseen = predict_environment(parsed.config_file, arguments.launch_options(parsed), os.environ)
+    for machines, launch in elastic_launches(foreseen):
+        try:
+            derive_accumulation(recipe, launch.data_ranks, launch.num_processes)
+        except RecipeError as error:
+            raise RecipeError(f"--nnodes {parsed.nnodes} allows {machines} machines, over which {error}") from error
 
 
 def explain(parsed: argparse.Namespace) -> None:
@@ -233,13 +262,20 @@ def explain(parsed: argparse.Namespace) -> None:
 
 
 def doctor(parsed: argparse.Namespace) -> int:
-    """Check whether this machine can run a recipe, and say what to fix."""
+    """Check whether this machine, or several together, can run a recipe, and say what to fix."""
     from finetune.diagnostics.doctor.doctor import read_request, report_checks
 
     # The environment as the user has it: checks change it for themselves.
     options, env = arguments.launch_options(parsed), dict(os.environ)
     asked, problems = read_request(parsed.recipe, parsed.overrides, parsed.config_file, options, env)
-    results = report_checks(asked, problems, quiet=parsed.json)
+    checks = None
+    if parsed.machines:
+        from finetune.diagnostics.doctor.several_machines import check_machines
+
+        timeouts = arguments.machine_timeouts(parsed)
+        # What cannot be read here is known before the others are waited for.
+        checks = [] if problems else [partial(check_machines, timeouts=timeouts, say=arguments.to_stderr)]
+    results = report_checks(asked, problems, quiet=parsed.json, checks=checks)
     if parsed.json:
         print(json.dumps([vars(result) for result in results], indent=2))
     return 1 if any(result.status == "failure" for result in results) else 0

@@ -21,7 +21,7 @@ from finetune.distributed import held_memory, native_ops, verify_launch, weight_
 from finetune.distributed.held_memory import Memory
 from finetune.distributed.launch.launch_config import Launch, ResolvedConfig
 from finetune.distributed.mesh import Group, Mesh, gather_parts
-from finetune.distributed.rendezvous_store import attempt_name
+from finetune.distributed.rendezvous_names import attempt_name
 from finetune.distributed.split_parameters import UNSPLIT, Splits
 from finetune.distributed.state import state_transfer, tensor_shards
 from finetune.distributed.state.tensor_shards import Shard

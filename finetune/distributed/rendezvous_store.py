@@ -9,10 +9,8 @@ from typing import Any
 
 import torch
 
+from finetune.distributed.rendezvous_names import TRIAL, attempt_name
 from finetune.utils import errors
-
-# Added to the names under which ranks meet, so that processes which ranks start can form a group of their own.
-TRIAL = "FINETUNE_TRIAL"
 
 _numbers = itertools.count()
 
@@ -20,11 +18,6 @@ _hosted: list[Any] = []
 """The store that this process hosts, kept to its end: ranks that are ahead may ask it for the process group already."""
 
 _AGENT = "TORCHELASTIC_USE_AGENT_STORE"
-
-
-def attempt_name() -> str:
-    """Returns the name of this attempt of a launch, or of this trial, by which its ranks meet no others."""
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") + os.environ.get(TRIAL, "")
 
 
 class RendezvousStore:

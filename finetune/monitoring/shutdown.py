@@ -26,9 +26,7 @@ class ShutdownHandler:
     @property
     def requested(self) -> bool:
         """True if this rank wants to stop."""
-        if self.reason is None and orphan_watch.parent_is_gone():
-            # An orphan would continue with nobody to see it, and hold the run directory.
-            self._request("the launcher is gone", 128 + signal.SIGTERM)
+        self._look_for_parent()
         return self.reason is not None
 
     @contextmanager
@@ -39,11 +37,31 @@ class ShutdownHandler:
             return
         self._numbers = signals.stop_signals()
         self._listens = True
+        over = threading.Event()
+        # Not at a step's boundary alone: the main thread may wait in a collective for ever.
+        threading.Thread(target=self._watch_parent, args=(over,), name="parent", daemon=True).start()
         try:
             with signals.handle_signals(self._numbers, lambda *_: None), signals.heard_at_once(self._handle):
                 yield
         finally:
             self._listens = False
+            over.set()
+
+    def _watch_parent(self, over: threading.Event) -> None:
+        while self.reason is None and not over.wait(orphan_watch.EVERY_S):
+            self._look_for_parent()
+
+    def _look_for_parent(self) -> None:
+        if self.reason is not None or self._ignoring or not orphan_watch.parent_is_gone():
+            return
+        code = 128 + signal.SIGTERM
+        if orphan_watch.on_several_machines():
+            # A checkpoint needs all ranks, and the launchers of other machines end theirs.
+            with suppress(OSError):
+                os.write(sys.stderr.fileno(), b"\nError: the launcher is gone. Ended; the last checkpoint stays.\n")
+            os._exit(code)
+        # An orphan would continue with nobody to see it, and hold the run directory.
+        self._request("the launcher is gone", code)
 
     def ignore(self) -> None:
         """From here on signals change nothing: all is saved, and the process is about to end with its own code."""

@@ -21,6 +21,10 @@ USER_ERROR = 2
 # Source: BSD's sysexits.h, EX_TEMPFAIL.
 REQUEUE = 75
 
+# A worker of a launch on several machines has lost another one; which, the launchers find out.
+# Source: BSD's sysexits.h, EX_UNAVAILABLE.
+LOST_RANK = 69
+
 # For users of another launcher, whose traceback and exit code no worker can change.
 _HINT = "`finetune launch` takes the same launch file and recipe, and ends with the error and exit code 2 only."
 
@@ -139,7 +143,7 @@ def say_failure(error: Exception) -> int:
         time.sleep(_LOST_PATIENCE_S)
         reason = " ".join(str(error).split())[:200]
         print(f"\nRank {rank} ends, because another rank is gone: {reason}", file=sys.stderr, flush=True)
-        return 1
+        return LOST_RANK if orphan_watch.on_several_machines() else 1
     print(f"\nRank {rank} failed:", file=sys.stderr)
     traceback.print_exception(error)
     sys.stderr.flush()

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import psutil
 
-# Seconds between two looks.
-_EVERY_S = 0.5
+EVERY_S = 0.5
+"""Seconds between two looks."""
 
 # How a command line names Accelerate's command, installed or as a module.
 _ACCELERATE = ("accelerate", "accelerate_cli.py", "accelerate.commands.accelerate_cli")
@@ -84,6 +84,11 @@ def parent_is_gone() -> bool:
     return os.getppid() != _parent and is_launcher()
 
 
+def on_several_machines() -> bool:
+    """Tells if launchers on several machines have started the ranks of this launch. torchrun sets the variable."""
+    return os.environ.get("GROUP_WORLD_SIZE", "1") != "1"
+
+
 @contextmanager
 def end_with_parent(code: int, *, always: bool = False) -> Iterator[None]:
     """Ends this process if its launcher ends; for use while there is nothing to save.
@@ -97,7 +102,7 @@ def end_with_parent(code: int, *, always: bool = False) -> Iterator[None]:
     over = threading.Event()
 
     def watch() -> None:
-        while not over.wait(_EVERY_S):
+        while not over.wait(EVERY_S):
             if os.getppid() != _parent:
                 with suppress(OSError):
                     os.write(sys.stderr.fileno(), b"\nError: the launcher is gone. Ended before the first step.\n")

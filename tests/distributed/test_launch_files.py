@@ -25,8 +25,14 @@ from finetune.distributed import gpu_specs
 from finetune.distributed.launch import deepspeed_file, launcher
 from finetune.distributed.launch.launch_config import launch_of_environment, read_launch
 from finetune.distributed.launch.launch_file import read_launch_file
-from finetune.distributed.launch.launch_schema import SECTIONS, DeepspeedSection, FsdpSection, LaunchFile
-from finetune.distributed.launch.predicted_environment import launch_of_file, predict_environment
+from finetune.distributed.launch.launch_schema import (
+    FROM_COMMAND_LINE,
+    SECTIONS,
+    DeepspeedSection,
+    FsdpSection,
+    LaunchFile,
+)
+from finetune.distributed.launch.predicted_environment import elastic_launches, launch_of_file, predict_environment
 from finetune.distributed.resolve_config import resolve_config
 from finetune.distributed.strategies.deepspeed_config import fit_to_model
 from finetune.monitoring.metrics import Reporter
@@ -47,13 +53,13 @@ def test_every_key_of_accelerate_is_read_or_refused_with_the_reason() -> None:
     from accelerate.commands.launch import launch_command_parser
 
     known = {*LaunchFile.model_fields, *LaunchFile.not_read}
-    assert known == {*ClusterConfig.__dataclass_fields__, "max_restarts"}
+    assert known == {*ClusterConfig.__dataclass_fields__, *FROM_COMMAND_LINE}
     options = {action.dest for action in launch_command_parser()._actions}
     for name, section in SECTIONS.items():
         begins = ("deepspeed_", "zero3_") if name == "deepspeed_config" else (name.removesuffix("config"),)
         assert {option for option in options if option.startswith(begins)} <= {*section.model_fields, *section.not_read}
         known |= {*section.model_fields, *section.not_read}
-    others = {"fsdp_sync_each_batch", "parallelism_config_pp_size"}
+    others = {"fsdp_sync_each_batch", "parallelism_config_pp_size", "nnodes"}
     assert known - options - {*ClusterConfig.__dataclass_fields__} == others
 
 
@@ -185,6 +191,7 @@ SAYS = (
         ),
         ("fsdp", {"deepspeed_config": {"zero_stage": 2}}, "distributed_type FSDP does not read this section"),
         ("fsdp", {"max_restarts": 2}, "max_restarts: Accelerate does not take it from the file; give --max_restarts"),
+        ("fsdp", {"nnodes": "1:2"}, "nnodes: Accelerate does not take it from the file; give --nnodes"),
         ("ddp", {"tpu_name": "x"}, "tpu_name: is not read here: it is for TPUs"),
         ("ddp", {"parallelism_config": {"parallelism_config_sp_backend": "deepspeed"}}, "takes sp_size alone"),
         ("ddp", {"parallelism_config": {"parallelism_config_sp_siz": 2}}, "did you mean 'parallelism_config_sp_size'"),
@@ -706,3 +713,38 @@ def test_shipped_files_hold_known_keys_only() -> None:
     assert len(files) >= 13
     for file in files:
         assert read_launch_file(str(file)).num_processes == yaml.safe_load(file.read_text())["num_processes"]
+
+
+def test_an_elastic_launch_may_have_several_sizes(place: Place) -> None:
+    """Copies are as many as there is room for; shards and split layers stay."""
+    options = {"nnodes": "1:3", "main_process_ip": "store"}
+
+    def sizes(file: Path | str) -> list[tuple[int, str, int, int, int]]:
+        found = elastic_launches(predict_environment(str(file), options, {}))
+        return [(n, one.kind, one.num_processes, one.replicate, one.data_ranks) for n, one in found]
+
+    assert sizes("accelerate_configs/ddp.yaml") == [(n, "ddp", 2 * n, 1, 2 * n) for n in (1, 2, 3)]
+    file = place.launch_file("hsdp", num_machines=2)
+    assert sizes(file) == [(1, "fsdp", 2, 1, 2), (2, "hsdp", 4, 2, 4), (3, "hsdp", 6, 3, 6)]
+    assert sizes(place.launch_file("fsdp_tp", num_machines=2)) == [(n, "fsdp", 2 * n, 1, n) for n in (1, 2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"nnodes": "3:2", "main_process_ip": "store"}, "nnodes is 3:2. Give the least and the most machines"),
+        ({"nnodes": "some", "main_process_ip": "store"}, "nnodes is some. Give the least and the most machines"),
+        ({"nnodes": "0:2", "main_process_ip": "store"}, "nnodes is 0:2. Give the least and the most machines"),
+        ({"nnodes": "1:2"}, "the machines must know where they meet. Run `finetune rendezvous`"),
+        ({"rdzv_conf": "join_timeout=3"}, "which only an elastic launch reads. Give --nnodes too"),
+    ],
+)
+def test_what_an_elastic_launch_cannot_be_is_refused(options: dict[str, str], says: str) -> None:
+    with pytest.raises(BackendError, match=re.escape(says)):
+        predict_environment("accelerate_configs/fsdp.yaml", options, {})
+
+
+def test_the_batch_comes_out_even_on_each_number_of_machines(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["launch", "--config_file", "accelerate_configs/ddp.yaml", "--nnodes", "1:3", "--main_process_ip", "store"]
+    assert main.main([*words, str(place.recipe(batch={"global_size": 8, "micro_size": 1}))]) == 2
+    assert_said(capsys.readouterr().err, "--nnodes 1:3 allows 3 machines, over which batch.global_size 8 is not")

@@ -206,6 +206,7 @@ TO_STDERR = {
     "micro_batch_search.py",
     "micro_batch_trial.py",
     "launcher.py",
+    "elastic.py",
     "prepared_cache.py",
     "progress_bar.py",
     "run_directory.py",

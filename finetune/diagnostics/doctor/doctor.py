@@ -14,8 +14,10 @@ from finetune.tasks.task_lookup import BUILT_IN
 from finetune.utils.console import plain_console
 from finetune.utils.errors import FinetuneError
 
+Check = Callable[[Asked], Iterable[CheckResult]]
+
 # In the order of the report. Each looks at one thing, and says at least one line.
-CHECKS: list[Callable[[Asked], Iterable[CheckResult]]] = [
+CHECKS: list[Check] = [
     machine_checks.python,
     machine_checks.packages,
     machine_checks.gpus,
@@ -66,10 +68,12 @@ def read_request(
     return Asked(env=env, **found), problems
 
 
-def run_checks(asked: Asked, begin: Callable[[str], None]) -> Iterable[CheckResult]:
-    """Runs every check; `begin` shows what is looked at."""
-    for check in CHECKS:
-        name = check.__name__.replace("_", " ")
+def run_checks(
+    asked: Asked, begin: Callable[[str], None], checks: Sequence[Check] | None = None
+) -> Iterable[CheckResult]:
+    """Runs every check, or those that are given; `begin` shows what is looked at."""
+    for check in CHECKS if checks is None else checks:
+        name = getattr(check, "__name__", "machines").replace("_", " ")
         begin(name)
         try:
             yield from check(asked)
@@ -79,13 +83,15 @@ def run_checks(asked: Asked, begin: Callable[[str], None]) -> Iterable[CheckResu
             yield failure(name, f"cannot be looked at: {error}", "install it: `make setup`")
 
 
-def report_checks(asked: Asked, problems: Sequence[CheckResult], *, quiet: bool) -> list[CheckResult]:
-    """Runs every check and shows each result at once, unless `quiet`; returns all results, `problems` first."""
+def report_checks(
+    asked: Asked, problems: Sequence[CheckResult], *, quiet: bool, checks: Sequence[Check] | None = None
+) -> list[CheckResult]:
+    """Runs every check, or those given, and shows results at once, unless `quiet`; returns all, `problems` first."""
     out, styles = plain_console(), {"warning": "yellow", "failure": "red"}
     shown: list[CheckResult] = []
     # What is looked at shows on a terminal only.
     with Console(stderr=True).status("") as status:
-        for result in chain(problems, run_checks(asked, lambda what: status.update(f"looking at {what}"))):
+        for result in chain(problems, run_checks(asked, lambda what: status.update(f"looking at {what}"), checks)):
             shown.append(result)
             if not quiet:
                 out.print(result_as_text(result), style=styles.get(result.status))

@@ -43,14 +43,14 @@ def is_free(number: int) -> bool:
 def hostname(asked: Asked) -> Iterable[CheckResult]:
     """Checks whether this machine's name is an address that others reach; gloo tells them that one."""
     name, several = socket.gethostname(), asked.machines > 1
-    # NCCL goes by interfaces, not by names.
-    bad = failure if several and not of_torch().gpus else warning
+    # Where it matters, `finetune launch` names the interface.
     advice = "add the name with the machine's address to /etc/hosts, or set GLOO_SOCKET_IFNAME to its interface"
+    advice += "; `finetune launch` does without"
     found = host_addresses(name)
     if not found:
-        yield bad("hostname", f"{name} has no address", advice)
+        yield warning("hostname", f"{name} has no address", advice)
     elif several and is_only_here(found) and "GLOO_SOCKET_IFNAME" not in asked.env:
-        yield bad("hostname", f"{name} is {', '.join(found)}, which other machines do not reach", advice)
+        yield warning("hostname", f"{name} is {', '.join(found)}, which other machines do not reach", advice)
     else:
         yield ok("hostname", f"{name} is {', '.join(found)}")
 

@@ -6,7 +6,7 @@ own command line, which is the parent process's, is read as well, and the two ar
 """
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
@@ -15,6 +15,7 @@ from finetune.distributed.launch.deepspeed_file import read_deepspeed_file
 from finetune.distributed.launch.launch_file import key_lines, read_launch_file
 from finetune.distributed.launch.launch_options import OPTIONS
 from finetune.distributed.launch.launch_schema import DeepspeedSection, FsdpSection, LaunchFile, ParallelismSection
+from finetune.distributed.rendezvous_names import ROUND
 from finetune.utils import orphan_watch
 from finetune.utils.compat.library_versions import require_installed
 from finetune.utils.errors import BackendError
@@ -139,9 +140,11 @@ def read_launch() -> Launch:
     file, exported = arguments.config_file, {}
     if file is not None:
         written = read_launch_file(file)
-        options = {name: value for name in OPTIONS if (value := getattr(arguments, name)) is not None}
+        options = given_options(arguments)
         check_processes(file, written, options, world, cpu=arguments.cpu)
         exported = written.exported()
+        if "nnodes" in options:
+            env |= copies_that_fit(env, world)
         # Accelerate reads the section, but exports only what it knows itself.
         env |= {name: value for name, value in exported.items() if name == "FSDP_SYNC_EACH_BATCH"}
     elif (arguments.num_processes or world) != world:
@@ -212,7 +215,8 @@ def launch_of_environment(
     if num_processes == 1:
         check_tasks(env, 1)
     plain = Launch(
-        kind="single" if num_processes == 1 else "ddp",
+        # What is left of an elastic launch may be one process, which is wrapped as several are.
+        kind="single" if num_processes == 1 and ROUND not in env else "ddp",
         num_processes=num_processes,
         file=file,
         num_threads=num_threads,
@@ -309,9 +313,8 @@ def _launcher_arguments() -> Any | None:
     if rest is None:
         return None
     from accelerate.commands.config.config_args import default_config_file
-    from accelerate.commands.launch import launch_command_parser
 
-    parsed = launch_command_parser().parse_args(rest)
+    parsed = parse_launch(rest)
     if parsed.config_file is None and os.path.isfile(default_config_file):
         parsed.config_file = default_config_file
     return parsed
@@ -346,6 +349,33 @@ def refuse_local_rank(recipe: str) -> NoReturn:
     )
 
 
+def parse_launch(words: Sequence[str]) -> Any:
+    """Parses the arguments of `accelerate launch`, or of this toolkit's launcher, which takes `--nnodes` as well."""
+    from accelerate.commands.launch import launch_command_parser
+
+    parser = launch_command_parser()
+    parser.add_argument("--nnodes")
+    return parser.parse_args(list(words))
+
+
+def given_options(parsed: Any) -> dict[str, Any]:
+    """Returns the `OPTIONS` that a launcher's command line gives; an empty `rdzv_conf` is Accelerate's default."""
+    return {name: value for name in OPTIONS if (value := getattr(parsed, name)) not in (None, "")}
+
+
+def copies_that_fit(env: Mapping[str, str], processes: int) -> dict[str, str]:
+    """Returns what an elastic launch changes in a worker's environment: as many copies as the machines have room for.
+
+    Shards and split layers and rows stay as they are.
+    """
+    sizes = ParallelismSection.of_environment(env)
+    copies, one = sizes.parallelism_config_dp_replicate_size, sizes.parallelism_config_dp_shard_size
+    one *= sizes.parallelism_config_sp_size * sizes.parallelism_config_tp_size
+    if copies == 1 or processes % one:
+        return {}
+    return {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": str(processes // one)}
+
+
 def check_processes(
     file: str, written: LaunchFile, options: Mapping[str, Any], world: int, *, cpu: bool = False
 ) -> None:
@@ -370,6 +400,8 @@ def check_processes(
     problems = [f"{place_of(text.split()[0], file, lines)}: {text}" for text in asked.contradictions()]
     if problems:
         raise BackendError.of(f"The launch file {file}", problems)
+    if (machines := asked.elastic_machines) is not None:
+        requested = min((number * asked.processes_each for number in machines), key=lambda number: abs(number - world))
     if world != requested:
         why = (
             f": WORLD_SIZE is {world} in the environment, left over from another launch. Unset it."

@@ -10,6 +10,7 @@ from finetune.config import file_kinds
 from finetune.config.provenance import place_of, places
 from finetune.config.recipe import hint
 from finetune.distributed.launch.launch_schema import (
+    FROM_COMMAND_LINE,
     KEYS,
     SECTIONS,
     SECTIONS_OF,
@@ -56,8 +57,9 @@ def read_launch_file(file: str) -> LaunchFile:
         if tree.get(name) and kind in SECTIONS_OF and name not in SECTIONS_OF[kind]:
             problems.append((name, f"distributed_type {kind} does not read this section; take it out"))
             del tree[name]
-    if "max_restarts" in tree:
-        problems.append(("max_restarts", "Accelerate does not take it from the file; give --max_restarts"))
+    for name in FROM_COMMAND_LINE:
+        if name in tree:
+            problems.append((name, f"Accelerate does not take it from the file; give --{name}"))
     try:
         found = LaunchFile.model_validate(tree)
     except ValidationError as error:
@@ -89,7 +91,7 @@ def _problem(error: ErrorDetails) -> tuple[str, str]:
         level = SECTIONS.get(section, LaunchFile)
         if name in level.not_read:
             return key, f"is not read here: {level.not_read[name]}. Take it out"
-        known = [key for key in level.model_fields if key != "max_restarts"]
+        known = [key for key in level.model_fields if key not in FROM_COMMAND_LINE]
         return key, f"unknown key{hint(name, known) or ' (allowed: ' + ', '.join(known) + ')'}"
     if kind == "missing":
         return key, "missing"

@@ -6,4 +6,6 @@ OPTIONS = {
     "main_process_ip": "address of the first machine",
     "main_process_port": "a free port on the first machine",
     "max_restarts": "number of restarts after a failure",
+    "nnodes": "machines of an elastic launch, least:most; they meet at `finetune rendezvous`",
+    "rdzv_conf": "settings of an elastic launch's rendezvous, such as last_call_timeout=30",
 }

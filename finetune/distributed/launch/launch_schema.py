@@ -16,6 +16,9 @@ From0, From1 = Field(ge=0), Field(ge=1)
 WrapPolicy = Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"]
 Upper = BeforeValidator(lambda value: value.upper() if isinstance(value, str) else value)
 
+FROM_COMMAND_LINE = ("max_restarts", "nnodes", "rdzv_conf")
+"""Keys that are no keys of a launch file, but options of the command line alone."""
+
 NOT_FROM_FILE = ("rdzv_backend", "same_network", "enable_cpu_affinity")
 """Keys that Accelerate takes from its own command line alone: it completes only options that are None by themselves."""
 
@@ -205,6 +208,13 @@ class LaunchFile(LaunchSection):
     """All machines see the first one by `main_process_ip`."""
     max_restarts: Annotated[int, From0, "restarts"] = 0
     """Times that the launcher starts all processes again after a failure. An option of the command line alone."""
+    nnodes: str | None = None
+    """Machines of an elastic launch, as `least:most`: it starts once the least have come, goes on with those that are
+    left, and takes in those that come. `num_processes` / `num_machines` run on each. An option of the command line
+    alone."""
+    rdzv_conf: str | None = None
+    """Settings of an elastic launch's rendezvous, such as `last_call_timeout=30`. An option of the command line
+    alone."""
     mixed_precision: str = Field(default="no", serialization_alias="ACCELERATE_MIXED_PRECISION")
     """The recipe's `precision` decides. With its value here, FSDP gathers and computes with copies of the weights in 16
     bit, instead of casting inside operations."""
@@ -259,6 +269,20 @@ class LaunchFile(LaunchSection):
                     found[variable] = str(value).lower() if isinstance(value, bool) else str(value)
         return found
 
+    @property
+    def processes_each(self) -> int:
+        """Processes on each machine."""
+        return (self.num_processes or 1) // self.num_machines
+
+    @property
+    def elastic_machines(self) -> range | None:
+        """The numbers of machines that an elastic launch may have; None for other launches, and if they are none."""
+        least, _, most = (self.nnodes or "").partition(":")
+        most = most or least
+        if not (least.isdecimal() and most.isdecimal() and 1 <= int(least) <= int(most)):
+            return None
+        return range(int(least), int(most) + 1)
+
     def contradictions(self) -> Iterator[str]:
         """Yields values that would have processes wait for ever, or start others; each text begins with its key."""
         processes, machines, port = self.num_processes or 1, self.num_machines, self.main_process_port
@@ -272,9 +296,20 @@ class LaunchFile(LaunchSection):
             yield f"machine_rank is {rank}, and num_machines is {machines}: ranks are from 0 to {machines - 1}"
         if port > 65535:
             yield f"main_process_port is {port}, and ports end at 65535. Take one that is free on the first machine"
-        if machines > 1 and port == 0:
+        if self.nnodes is not None and self.elastic_machines is None:
+            yield f"nnodes is {self.nnodes}. Give the least and the most machines, such as 1:2"
+        if self.nnodes is not None and self.distributed_type == "NO":
+            yield f"nnodes is {self.nnodes}, and distributed_type 'NO' starts one process. Take MULTI_GPU"
+        if self.nnodes is not None and not (self.main_process_ip and port):
+            yield (
+                f"nnodes is {self.nnodes}, and the machines must know where they meet. Run `finetune rendezvous` on a "
+                "host that outlives them, and give --main_process_ip and --main_process_port as it says"
+            )
+        if self.nnodes is None and self.rdzv_conf is not None:
+            yield f"rdzv_conf is {self.rdzv_conf}, which only an elastic launch reads. Give --nnodes too"
+        if machines > 1 and port == 0 and self.nnodes is None:
             yield f"main_process_port is 0, any that is free, and {machines} machines must know it. Name one"
-        if machines > 1 and self.distributed_type != "NO" and not self.main_process_ip:
+        if machines > 1 and self.distributed_type != "NO" and not self.main_process_ip and self.nnodes is None:
             yield f"num_machines is {machines}, and main_process_ip is missing. Give the first machine's address there"
         if self.gpu_ids != "all" and len(self.gpu_ids.split(",")) < (local := processes // machines):
             yield f"gpu_ids is {self.gpu_ids}, and {local} processes run on a machine. Name as many, or `all`"

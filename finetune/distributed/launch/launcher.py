@@ -22,16 +22,31 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
-from finetune.distributed.launch.launch_config import check_installed, name_deepspeed_device
-from finetune.distributed.launch.predicted_environment import predict_environment
+from finetune.distributed.launch.elastic import elastic_agents, why_ended
+from finetune.distributed.launch.launch_config import (
+    check_installed,
+    given_options,
+    name_deepspeed_device,
+    parse_launch,
+)
+from finetune.distributed.launch.launch_file import read_launch_file
+from finetune.distributed.launch.launch_schema import LaunchFile
+from finetune.distributed.launch.predicted_environment import PredictedEnvironment, predict_environment
 from finetune.utils import orphan_watch, signals
-from finetune.utils.exit_codes import REQUEUE, run_guarded
+from finetune.utils.errors import BackendError
+from finetune.utils.exit_codes import REQUEUE, USER_ERROR, exit_with, print_error, run_guarded
 from finetune.utils.hub_access import go_offline_if_unreachable
 from finetune.utils.library_imports import quick_imports
 from finetune.utils.temporary_folders import temporary_folder
+
+if TYPE_CHECKING:
+    from finetune.distributed.launch.heartbeat import Heartbeat
+
+SEVERAL = "FINETUNE_MACHINES"
+"""Variable by which `launch_workers` tells the launcher that it turns into of a launch on several machines."""
 
 # After a failure torchrun asks the other workers to end, and kills those that hang: after 30 s, if left to itself.
 _HUNG_S = 25
@@ -67,7 +82,10 @@ def _signal_workers(number: int) -> bool:
 
 
 class _Stopped(Exception):
-    """Workers were asked to stop, and have ended, with the exit codes in `args`: none is started again."""
+    """Workers have ended, since they were asked to or a user has to change something: none is started again.
+
+    `args` are their exit codes.
+    """
 
 
 def launch_workers(
@@ -77,13 +95,25 @@ def launch_workers(
     *,
     module: str = "finetune.training",
     grace_s: float = 0.0,
+    recipe: Mapping[str, Any] | None = None,
+    timeouts: Mapping[str, float] | None = None,
 ) -> None:
     """Turns this process into the launcher of `launcher_command`, which see; it returns only by an error.
 
     Args:
         grace_s: How long workers may take to save once the launcher is told to stop.
+        recipe: What is run, which launchers of several machines compare.
+        timeouts: How long these wait for each other; see `rendezvous.MachinePlan`.
     """
-    words = launcher_command(config_file, options, arguments, module=module)
+    foreseen = _foresee(config_file, options)
+    words = _command(foreseen, config_file, options, arguments, module)
+    # Machines of an elastic launch come and go; its agents watch them.
+    if foreseen.asked.num_machines > 1 and foreseen.asked.nnodes is None:
+        from finetune.distributed.launch import rendezvous
+
+        given = {"command": list(arguments)} if recipe is None else recipe
+        verb = "launch" if recipe is not None else arguments[0]
+        rendezvous.hand_over(rendezvous.plan_machine(foreseen, verb, given, **(timeouts or {})), SEVERAL)
     os.environ.setdefault(_PATIENCE, str(math.ceil(grace_s) + 10))
     sys.stdout.flush()
     sys.stderr.flush()
@@ -105,10 +135,25 @@ def launcher_command(
     Raises:
         BackendError: As a run would: the launch file cannot be used, or contradicts itself or the environment.
     """
-    given = {name.removeprefix("--"): value for name, value in zip(options[::2], options[1::2], strict=True)}
-    foreseen = predict_environment(config_file, given, os.environ)
+    return _command(_foresee(config_file, options), config_file, options, arguments, module)
+
+
+def _foresee(config_file: str, options: Sequence[str]) -> PredictedEnvironment:
+    foreseen = predict_environment(config_file, _given(options), os.environ)
     check_installed(foreseen.launch)
-    alone = foreseen.asked.num_machines == 1 and "main_process_port" not in {*foreseen.written, *given}
+    return foreseen
+
+
+def _given(options: Sequence[str]) -> dict[str, str]:
+    return {name.removeprefix("--"): value for name, value in zip(options[::2], options[1::2], strict=True)}
+
+
+def _command(
+    foreseen: PredictedEnvironment, config_file: str, options: Sequence[str], arguments: Sequence[str], module: str
+) -> list[str]:
+    given = _given(options)
+    several = foreseen.asked.num_machines > 1 or foreseen.asked.nnodes is not None
+    alone = not several and "main_process_port" not in {*foreseen.written, *given}
     # Any free port, so that two runs fit on one machine.
     port = ["--main_process_port", "0"] if alone else []
     words = [sys.executable, "-m", "finetune.distributed.launch.launcher", "--config_file", config_file]
@@ -123,11 +168,18 @@ def main(arguments: Sequence[str]) -> int:
     # A library that starts threads where it is imported would not have them in a fork. Workers choose their own number.
     unset = "OMP_NUM_THREADS" not in os.environ
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    several, heartbeat = SEVERAL in os.environ, None
+    if several:
+        # What becomes of connections is said here in a paragraph, not in torch's notes on its sockets. Workers, too,
+        # need none: they are forks, or inherit it.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     with quick_imports():
         import torch
-        from accelerate.commands.launch import launch_command, launch_command_parser
+        from accelerate.commands.launch import launch_command
 
-        parsed = launch_command_parser().parse_args(list(arguments))
+        if several and (heartbeat := _meet()) is None:
+            return USER_ERROR
+        parsed = parse_launch(arguments)
         # A fork closes what it inherits by what Linux says of its open files.
         forks = parsed.module and sys.platform == "linux" and not torch.cuda.is_available()
         if forks:
@@ -142,61 +194,125 @@ def main(arguments: Sequence[str]) -> int:
     sent: list[int] = []
     # What torchrun itself handles: Accelerate passes it on.
     parsed.signals_to_handle = signal.SIGQUIT.name
-    _end_workers_sooner(sent)
+    _end_workers_sooner(sent, heartbeat)
+    asked = read_launch_file(parsed.config_file).model_copy(update=given_options(parsed)) if parsed.nnodes else None
+    if asked is not None:
+        # Accelerate would look for whoever listens there, and refuse it.
+        parsed.main_process_port = 0
     with (
         temporary_folder() as folder,
         signals.handle_signals(signals.stop_signals(), partial(_pass_on, sent)),
         forked_workers() if forks else nullcontext(),
+        elastic_agents(asked, partial(bool, sent), partial(_signal_workers, signal.SIGKILL))
+        if asked is not None
+        else nullcontext(),
     ):
         # torchrun would leave a folder of its own behind.
         parsed.log_dir = parsed.log_dir or str(folder)
-        return _run(launch_command, parsed, sent)
+        if heartbeat is None:
+            return _run(launch_command, parsed, sent, asked)
+        code = 1
+        try:
+            # Accelerate refuses a port that is in use: here it is, by the store that torchrun goes on with.
+            with patch("accelerate.utils.launch.is_port_in_use", lambda port: False):
+                code = _run(launch_command, parsed, sent, asked, heartbeat)
+        except signals.Interrupted as error:
+            code = 128 + error.number
+            raise
+        finally:
+            code = heartbeat.finish(code)
+        return code
 
 
-def _run(launch_command: Callable[[Any], None], parsed: Any, sent: Sequence[int]) -> int:
+def _meet() -> "Heartbeat | None":
+    """Meets the launchers of other machines; returns None where they cannot start, which has been said."""
+    from finetune.distributed.launch import network_interface, rendezvous
+    from finetune.distributed.launch.heartbeat import Heartbeat
+
+    meeting = rendezvous.Meeting(rendezvous.take_over(SEVERAL), _say)
+    try:
+        met = meeting.hold()
+    except BackendError as error:
+        print_error(error)
+        meeting.tell_late_ones()
+        return None
+    met.listener.close()
+    for warning in met.warnings:
+        _say(f"Warning: {warning}")
+    os.environ.update(network_interface.interface_variables(met.interface, os.environ))
+    heartbeat = Heartbeat(met)
+    heartbeat.start()
+    return heartbeat
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _run(
+    launch_command: Callable[[Any], None],
+    parsed: Any,
+    sent: Sequence[int],
+    asked: LaunchFile | None = None,
+    heartbeat: "Heartbeat | None" = None,
+) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
 
     try:
         launch_command(parsed)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        return _account(f"The worker of rank {rank}", failure.exitcode)
+        return _account(f"The worker of rank {rank}", failure.exitcode, heartbeat)
     except subprocess.CalledProcessError as error:
         return _account("The worker", error.returncode)
     except _Stopped as error:
         failed = [code for code in error.args if code not in (0, REQUEUE)]
         if not failed:
             return REQUEUE if REQUEUE in error.args else 0
+        if USER_ERROR in failed:
+            return USER_ERROR
         # One that failed says more than those that were ended with it.
         return next((code for code in failed if code is not None and code > 0), 128 + sent[0])
     except SignalException as error:
         return 128 + int(error.sigval)
+    except RendezvousError as error:
+        if asked is None:
+            raise
+        print(f"\nError: {why_ended(error, asked)}", file=sys.stderr, flush=True)
+        return USER_ERROR
     except (ValueError, OSError) as error:
         print(f"\nError: accelerate launch cannot start this: {error}", file=sys.stderr, flush=True)
         return 2
     return 0
 
 
-def _end_workers_sooner(sent: Sequence[int]) -> None:
-    """Has torchrun kill hung workers sooner, and end with those that were asked to."""
+def _end_workers_sooner(sent: Sequence[int], heartbeat: "Heartbeat | None") -> None:
+    """Has torchrun kill hung workers sooner, end with those that were asked to, and tell other machines of them."""
     from torch.distributed.elastic.multiprocessing.api import PContext, SubprocessContext
 
     close = PContext.close
 
     def sooner(self: PContext, death_sig: signal.Signals | None = None, timeout: int = _HUNG_S) -> None:
+        assert isinstance(self, SubprocessContext)
+        if heartbeat is not None:
+            heartbeat.workers_ended([handler.proc.poll() for handler in self.subprocess_handlers.values()])
         close(self, death_sig, timeout)
-        if sent:
-            assert isinstance(self, SubprocessContext)
-            raise _Stopped(*(handler.proc.returncode for handler in self.subprocess_handlers.values()))
+        codes = [handler.proc.returncode for handler in self.subprocess_handlers.values()]
+        # What a user has to change is the same after a restart.
+        if sent or USER_ERROR in codes:
+            raise _Stopped(*codes)
 
     PContext.close = sooner  # type: ignore[method-assign]
 
 
-def _account(who: str, code: int) -> int:
-    """Says how a worker ended, unless it has said so itself; returns the exit code as a shell would."""
+def _account(who: str, code: int, heartbeat: "Heartbeat | None" = None) -> int:
+    """Says how a worker ended, unless that is said already; returns the exit code as a shell would."""
     if code >= 0:
         return code
+    if heartbeat is not None and heartbeat.has_ended_workers:
+        return 128 - code
     name = signal.Signals(-code).name
     hint = ", which is what the kernel does when memory runs out" if name == "SIGKILL" else ""
     print(f"\n{who} was ended by {name}{hint}.", file=sys.stderr, flush=True)
@@ -324,4 +440,9 @@ def _become(words: list[str], env: Mapping[str, str], new_session: bool, unbuffe
 
 
 if __name__ == "__main__":
-    sys.exit(run_guarded(partial(main, sys.argv[1:])))
+    # Threads of a launch on several machines may hang in calls to others, on which an orderly end would wait.
+    several = SEVERAL in os.environ
+    code = run_guarded(partial(main, sys.argv[1:]))
+    if several:
+        exit_with(code)
+    sys.exit(code)

@@ -4,7 +4,7 @@
 here; from there on it is what a worker does: `check_processes`, `launch_of_environment`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from finetune.distributed.launch.launch_config import (
     Launch,
     check_processes,
     check_tasks,
+    copies_that_fit,
     launch_of_environment,
     number_of,
     threads_each,
@@ -73,15 +74,28 @@ def predict_environment(
     if requested is None:
         raise BackendError(f"{config_file} names no num_processes. Write it there, or give --num_processes.")
     world = number_of(env, "WORLD_SIZE") if alone else requested
-    check_processes(config_file, file, chosen, world)
-    check_tasks(env, asked.num_machines)
+    if asked.nnodes is None:
+        check_tasks(env, asked.num_machines)
     local = requested // asked.num_machines
+    if not alone and asked.elastic_machines is not None:
+        world = asked.elastic_machines[-1] * local
+    check_processes(config_file, file, chosen, world)
     by_file = file.exported()
+    if asked.nnodes is not None:
+        by_file |= copies_that_fit(by_file, world)
     ranks = {} if alone else {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(local), "LOCAL_RANK": "0"}
     worker = {**env, **by_file, **ranks}
     launch = launch_of_environment(worker, world, config_file, threads_each(env, local), by_file)
     written = {key: value for key, value in flat(file.model_dump(exclude_unset=True)).items() if value is not None}
     return PredictedEnvironment(launch, worker, by_file | ranks, asked, written, chosen, local)
+
+
+def elastic_launches(foreseen: PredictedEnvironment) -> Iterator[tuple[int, Launch]]:
+    """Yields what an elastic launch may become, by the number of machines that it then has."""
+    for machines in foreseen.asked.elastic_machines or ():
+        world = machines * foreseen.local
+        env = foreseen.env | copies_that_fit(foreseen.env, world)
+        yield machines, launch_of_environment(env, world, foreseen.launch.file, exported=foreseen.exported)
 
 
 def launch_of_file(file: Path, processes: int, replicate: int | None = None) -> Launch:

@@ -124,6 +124,11 @@ def prefixed_rendezvous(prefix: str) -> AbstractContextManager[Any]:
     return patch.object(_rendezvous, "_create_c10d_store", prefixed)
 
 
+def rendezvous_state(handler: Any) -> Any:
+    """Returns the state of an elastic rendezvous as this machine last saw it: its `round` and its `participants`."""
+    return handler._state_holder.state
+
+
 def skips_nonfinite_steps(optimizer: Any) -> bool:
     """Tells if the kernel of an optimiser reads `found_inf` and skips the step itself, as fused ones do."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))

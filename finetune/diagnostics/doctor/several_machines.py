@@ -1,0 +1,64 @@
+"""Checks of all machines of a launch together: that they meet, agree and reach each other, and how fast."""
+
+import os
+import statistics
+from collections.abc import Callable, Iterable, Mapping
+
+from finetune.diagnostics.doctor.check_result import Asked, CheckResult, failure, ok, warning
+from finetune.distributed.launch import machine_facts, rendezvous
+from finetune.utils.errors import BackendError
+
+# A connection that is slower than the others by so much is worth a look.
+_SLOW = 4
+
+
+def check_machines(asked: Asked, timeouts: Mapping[str, float], say: Callable[[str], None]) -> Iterable[CheckResult]:
+    """Checks what machines of one launch need of each other; each of them runs this at the same time.
+
+    Args:
+        timeouts: How long they wait for each other; see `rendezvous.MachinePlan`.
+        say: Prints a line.
+
+    Raises:
+        BackendError: If the machines do not meet.
+    """
+    if asked.foreseen is None or asked.machines == 1:
+        named = "no launch file" if asked.foreseen is None else "a launch file of one machine"
+        raise BackendError(
+            f"--machines checks several machines together, got {named}. Give --config_file a launch file whose "
+            "num_machines is above 1, and run the same command on each machine with its own --machine_rank."
+        )
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    recipe = {} if asked.recipe is None else asked.recipe.model_dump(mode="json")
+    plan = rendezvous.plan_machine(asked.foreseen, "doctor", recipe, **timeouts)
+    meeting = rendezvous.Meeting(plan, say, go_on=True)
+    try:
+        met = meeting.hold()
+    except BackendError:
+        meeting.tell_late_ones()
+        raise
+    for facts in met.machines:
+        devices = ", ".join(dict.fromkeys(facts.devices)) or "no GPU"
+        count = f"{len(facts.devices)} x " if facts.devices else ""
+        yield ok("machines", f"{facts.place} at {facts.interface or 'an interface without a name'}, {count}{devices}")
+    for problem in met.problems:
+        yield failure("machines", problem)
+    if not met.problems:
+        yield ok("agreement", "same launch file, recipe, code and versions; each machine reaches each other")
+    for text in met.warnings:
+        yield warning("machines", text)
+    apart = max(abs(link.clock_s) for row in met.links.values() for link in row.values())
+    if apart <= machine_facts.CLOCK_S:
+        yield ok("clocks", f"at most {apart:.2f} s apart")
+    measured = rendezvous.measure_links(met)
+    met.listener.close()
+    usual = statistics.median([link.bytes_per_s for link in measured.values() if not link.problem] or [0.0])
+    for (one, other), link in sorted(measured.items()):
+        name = f"{one} to {other}"
+        found = f"{name:<8} {link.latency_s * 1e3:8.2f} ms there and back {link.bytes_per_s / 1e9:8.3f} GB/s"
+        if link.problem:
+            yield failure("link", f"{name}: {link.problem}", "open the firewall between them for TCP at every port")
+        elif link.bytes_per_s < usual / _SLOW:
+            yield warning("link", found, f"others carry {usual / 1e9:.3f} GB/s: look at cable, switch and interface")
+        else:
+            yield ok("link", found)

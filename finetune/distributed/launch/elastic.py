@@ -1,0 +1,164 @@
+"""Launches whose machines may fail, leave, return and be more: torch's elastic agents, and the store where they meet.
+
+Accelerate gives torchrun a fixed number of machines and a rendezvous that the first of them hosts, whatever a launch
+file says; here torchrun's arguments are completed. All machines are clients of a store that `host_store` keeps on a
+host of its own, since what an agent hosts would be gone with its machine. In each round of the rendezvous ranks meet at
+a new address, that of the machine of rank 0, so that no round hears of an earlier one.
+"""
+
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from finetune.distributed.launch.launch_schema import LaunchFile
+from finetune.distributed.rendezvous_names import ROUND
+from finetune.utils.errors import BackendError
+
+_BACKEND = "finetune"
+
+# A machine that has not been heard of for 6 x 5 s counts as lost. Of a store that does not answer torch's client waits
+# as long.
+_SETTINGS = "is_host=0,keep_alive_interval=5,keep_alive_max_attempt=6,read_timeout=30"
+
+
+@contextmanager
+def elastic_agents(asked: LaunchFile, leaves: Callable[[], bool], end_workers: Callable[[], object]) -> Iterator[None]:
+    """Has torchrun start an elastic agent.
+
+    Args:
+        asked: The launch file, with the launcher's options in place of what it says; `nnodes` is among them.
+        leaves: Tells if this machine has been asked to stop, so that the others go on without it.
+        end_workers: Kills the workers of this machine.
+
+    Raises:
+        BackendError: If this machine has no way to the store's host.
+    """
+    from torch.distributed import run
+    from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
+
+    # torch would share one store, whose address it remembers although rank 0 has moved to another machine.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    host, port = asked.main_process_ip or "", asked.main_process_port
+    here, plain = _address_towards(host, port), run.config_from_args
+
+    def completed(arguments: Any) -> Any:
+        arguments.nnodes, arguments.local_addr = asked.nnodes, here
+        arguments.rdzv_backend, arguments.rdzv_id = _BACKEND, "finetune"
+        arguments.rdzv_endpoint = f"{host}:{port}"
+        arguments.rdzv_conf = ",".join(filter(None, (_SETTINGS, asked.rdzv_conf)))
+        return plain(arguments)
+
+    rendezvous_handler_registry.register(_BACKEND, lambda parameters: _create_handler(parameters, leaves, end_workers))
+    with patch.object(run, "config_from_args", completed):
+        yield
+
+
+def _address_towards(host: str, port: int) -> str:
+    """Returns the address of this machine that others reach, if they reach the host: what it sends from."""
+    try:
+        kind, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(kind, socket.SOCK_DGRAM) as sender:
+            sender.connect(place)  # which sends nothing
+            return str(sender.getsockname()[0])
+    except OSError as error:
+        raise BackendError(
+            f"main_process_ip is {host}, and this machine has no way there: {error.strerror or error}. Give the "
+            "address of the host that runs `finetune rendezvous`."
+        ) from error
+
+
+def _create_handler(parameters: Any, leaves: Callable[[], bool], end_workers: Callable[[], object]) -> Any:
+    """Returns torch's c10d rendezvous, which also tells workers of the round, and ends it when a machine is lost."""
+    from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
+    from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+
+    from finetune.utils.compat.torch_private import rendezvous_state
+
+    backend, store = create_backend(parameters)
+    handler: Any = create_handler(store, backend, parameters)
+    join, count_waiting, close = handler.next_rendezvous, handler.num_nodes_waiting, handler.shutdown
+    together: set[Any] = set()
+
+    def next_rendezvous() -> Any:
+        try:
+            info = join()
+        except RendezvousGracefulExitError as error:
+            # torch's agent would fail over a machine that has waited for a place and is not needed.
+            raise SystemExit(0) from error
+        state = rendezvous_state(handler)
+        together.clear()
+        together.update(state.participants)
+        os.environ[ROUND] = str(state.round)
+        if info.rank == 0:
+            _say(f"Round {state.round}: {len(together)} machine(s), rank 0 is here.")
+        return info
+
+    def num_nodes_waiting() -> int:
+        waiting = int(count_waiting())
+        if not together <= rendezvous_state(handler).participants.keys():
+            # The workers here may wait for those of the machine that has left for half an hour.
+            _say("A machine has left: a process there has failed, or it is not heard of any more. A new round begins.")
+            end_workers()
+            return 1
+        if waiting:
+            _say(f"{waiting} machine(s) wait to join. Processes save and end, and a new round begins.")
+        return waiting
+
+    def shutdown() -> bool:
+        # A rendezvous that is closed is so for all machines.
+        return leaves() or bool(close())
+
+    handler.next_rendezvous, handler.num_nodes_waiting = next_rendezvous, num_nodes_waiting
+    handler.shutdown, handler.get_backend = shutdown, lambda: _BACKEND
+    return handler
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def why_ended(error: Exception, asked: LaunchFile) -> str:
+    """Returns a sentence for an error of the rendezvous, which ends the launch on this machine."""
+    from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousTimeoutError
+
+    place = f"{asked.main_process_ip}:{asked.main_process_port}"
+    if isinstance(error, RendezvousClosedError):
+        return (
+            f"The launch that has met at {place} is over: it has finished, or a machine has used up its "
+            "--max_restarts. For a new launch, start `finetune rendezvous` there anew."
+        )
+    if isinstance(error, RendezvousTimeoutError):
+        return (
+            f"Fewer machines than --nnodes {asked.nnodes} asks for have come to {place} in time. Start the others, or "
+            "ask for fewer. The wait is --rdzv_conf join_timeout=SECONDS."
+        )
+    return (
+        f"The store at {place}, where the machines of this launch meet, does not answer. Run `finetune rendezvous` on "
+        "a host that all machines reach and that outlives them, and give its address as --main_process_ip; if it runs, "
+        "this machine or its network is cut off."
+    )
+
+
+def host_store(port: int, say: Callable[[str], None]) -> None:
+    """Hosts the store where the machines of one elastic launch meet, until a signal asks to end.
+
+    Raises:
+        BackendError: If the port is taken.
+    """
+    import torch
+
+    distributed: Any = torch.distributed
+    try:
+        store = distributed.TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)
+    except (RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise BackendError(f"--port {port} cannot be listened on: {reason}. Choose another one, or 0.") from error
+    say(f"Machines meet here: --main_process_ip {socket.gethostname()} --main_process_port {store.port}")
+    while True:
+        signal.pause()

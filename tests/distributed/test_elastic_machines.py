@@ -1,0 +1,134 @@
+"""An elastic launch whose machines die, return and are more takes the path of one that nothing disturbs."""
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from forkserver import until
+from harness import Launcher, Result, assert_same_path
+from inside import mlp
+from machines import Machine, Machines, Program
+from ranks import PARAGRAPH, by_finetune, launch_file
+
+pytestmark = [pytest.mark.machines, pytest.mark.xdist_group("machines")]
+
+# A lost machine is known in 4 s, and one that may come is waited for no longer than 3 s.
+QUICK = "keep_alive_interval=1,keep_alive_max_attempt=4,last_call_timeout=3,join_timeout=100,read_timeout=10"
+RECIPE = mlp(
+    Path("run"),
+    task={"name": "troubled_task:mlp"},
+    batch={"global_size": 12, "micro_size": 2},
+    length={"steps": 60},
+    checkpoint={"every_steps": 2, "keep": 2},
+    # Adam would divide rounding by rounding.
+    optim={"name": "SGD", "lr": 1e-2, "args": {"momentum": 0.9}},
+)
+
+
+@pytest.fixture(scope="module")
+def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
+    with Machines(tmp_path_factory.mktemp("machines") / "own", 3) as made:
+        yield made
+
+
+@pytest.fixture
+def host(machines: Machines) -> Iterator[Machine]:
+    """The machine that hosts the store, and computes nothing."""
+    last: Machine = machines[2]
+    code = "import sys; from finetune.cli.main import main; raise SystemExit(main(sys.argv[1:]))"
+    store = last.start(["python", "-c", code, "rendezvous"])
+    until(lambda: "Machines meet here: --main_process_ip m2 --main_process_port 29500" in store.output, 60, "no store")
+    yield last
+    machines.kill_programs()
+
+
+class Disturbed:
+    """An elastic run, of which rank 0 stops in every round at one of its micro-batches until it is let go."""
+
+    def __init__(self, machines: Machines, folder: Path) -> None:
+        self.machines, self.folder = machines, folder
+        self.gate, self.reached = folder / "gate", folder / "gate.reached"
+        self.recipe, self.file = folder / "recipe.yaml", folder / "launch.yaml"
+        self.recipe.write_text(yaml.safe_dump({**RECIPE, "output": {"dir": str(folder / "run"), "overwrite": True}}))
+        self.file.write_text(yaml.safe_dump({**launch_file("ddp"), "num_processes": 1}))
+        self.programs: list[Program] = []
+
+    def start(self, number: int) -> Program:
+        options = ["--nnodes", "1:2", "--max_restarts", "4", "--main_process_ip", "m2", "--rdzv_conf", QUICK]
+        trouble = f'{{"hold": {{"rank": 0, "at": 20, "file": "{self.gate}"}}}}'
+        words = by_finetune(self.file, *options, str(self.recipe))
+        self.programs.append(self.machines[number].start(words, env={"TROUBLE": trouble}))
+        return self.programs[-1]
+
+    def said(self) -> str:
+        return "\n".join(program.output[-3000:] for program in self.programs)
+
+    def wait_at_gate(self) -> None:
+        """Returns once rank 0 of a new round has come to the gate."""
+        self.until(self.reached.exists)
+        self.reached.unlink()
+
+    def until(self, true: Callable[[], bool]) -> None:
+        """Returns once something is true; fails if a launcher ends before it, other than by its machine's end."""
+
+        def found() -> bool:
+            assert all(program.code in (None, -signal.SIGKILL) for program in self.programs), self.said()
+            return true()
+
+        until(found, 60, self.said)
+
+
+def test_machines_die_and_return(machines: Machines, host: Machine, launcher: Launcher, tmp_path: Path) -> None:
+    run = Disturbed(machines, tmp_path)
+    first, second = run.start(0), run.start(1)
+    run.wait_at_gate()
+    # A worker is killed.
+    (worker,) = [process for process in machines[1].processes() if process.ppid() == second.pid]
+    worker.kill()
+    run.wait_at_gate()
+    # A machine dies, and the others hear that it does.
+    machines[1].kill()
+    run.wait_at_gate()
+    # It returns.
+    machines[1].boot()
+    second = run.start(1)
+    run.until(lambda: "1 machine(s) wait to join" in first.output)
+    run.gate.touch()
+    run.until(lambda: first.output.count("2 machine(s), rank 0 is here") == 3)
+    run.gate.unlink()
+    run.wait_at_gate()
+    # The machine of rank 0 loses its power.
+    machines[0].kill(silently=True)
+    run.wait_at_gate()
+    run.gate.touch()
+    assert second.wait(120) == 0, run.said()
+    machines[1].wait_until_idle()
+    machines[0].boot()
+
+    result = Result(0, run.said(), tmp_path / "run")
+    starts = result.facts["starts"]
+    assert [start["processes"] for start in starts] == [2, 2, 1, 2, 1], run.said()
+    begins = [start["from_step"] for start in starts]
+    assert begins == sorted(begins)
+    assert begins[1] > 0, "`output.overwrite` is for the first round"
+    assert_same_path(launcher.one("single", RECIPE), result, 1e-5)
+
+
+def test_what_ends_an_elastic_launch_is_said(machines: Machines, host: Machine, tmp_path: Path) -> None:
+    run = Disturbed(machines, tmp_path)
+    run.gate.touch()
+    program = run.start(0)
+    assert program.wait(120) == 0, program.output
+    late = run.start(1)
+    assert late.wait(120) == 2
+    (said,) = PARAGRAPH.findall(late.output)
+    assert "The launch that has met at m2:29500 is over" in said
+    os.kill(host.processes()[0].pid, signal.SIGKILL)
+    alone = run.start(1)
+    assert alone.wait(120) == 2
+    (said,) = PARAGRAPH.findall(alone.output)
+    assert "The store at m2:29500, where the machines of this launch meet, does not answer" in said
+    assert "Traceback" not in late.output + alone.output
