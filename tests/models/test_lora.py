@@ -53,13 +53,15 @@ def shape(name: str) -> dict[str, Any]:
 
 
 UNTIED = base()["model"]
+# One that widens and one that narrows: `plain` and `nf4` show that every linear module takes adapters.
+TWO = {"targets": ["q_proj", "down_proj"]}
 EVERYWHERE = {
     "plain": job(
         {"name": MODEL},
         {"rank": 8, "alpha": 16},
         sample={"prompt": "once", "max_new_tokens": 8},
     ),
-    "dora": job({"name": MODEL, "gradient_checkpointing": True}, {"rank": 4, "dora": True, "dropout": 0.2}),
+    "dora": job({"name": MODEL, "gradient_checkpointing": True}, {"rank": 4, "dora": True, "dropout": 0.2, **TWO}),
     # Evaluated on the way: that must leave the quantized weights as they are.
     "nf4": job({"name": MODEL, "quantization": "nf4"}, {"rank": 8, "dropout": 0.1}, eval={"every_steps": 2}),
 }

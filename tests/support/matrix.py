@@ -45,10 +45,12 @@ _KEEP = {
     "length": {"steps": STEPS},
 }
 _LORA = base(model={"name": MODEL, "config": None}, tokenizer={}, **_KEEP)
+# Of a module whose outputs tensor parallelism splits, and one whose inputs.
+_ADAPTERS = {"rank": 8, "targets": ["q_proj", "down_proj"]}
 KINDS: dict[str, dict[str, Any]] = {
     "full": base(**_KEEP),
-    "lora": {**_LORA, "lora": {"rank": 8}},
-    "lora_dropout": {**_LORA, "lora": {"rank": 8, "dropout": 0.1}},
+    "lora": {**_LORA, "lora": _ADAPTERS},
+    "lora_dropout": {**_LORA, "lora": {**_ADAPTERS, "dropout": 0.1}},
 }
 # In rows and layers that are split, other dropout masks are drawn.
 _SPLIT = ("sp", "fsdp_sp", "tp", "fsdp_tp", "fsdp_tp_sp")
