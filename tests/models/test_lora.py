@@ -97,7 +97,7 @@ TALK = {
             {"path": str(CONVERSATIONS / "sharegpt.json"), "limit": 24},
         ],
         "validation": [{"path": str(CONVERSATIONS / "sharegpt.json"), "limit": 4}],
-        "sequence_length": 512,
+        "sequence_length": 256,
     },
     "chat": {"template": "plain", "too_long": "cut_right"},
     "length": {"steps": 4},
