@@ -15,7 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -117,41 +117,67 @@ def predicted(name: str, recipe: dict[str, Any], each: bool | None = None) -> Ca
     return assess_candidate(launch, asked, variant, setting_of(wanted), find_gpu("h100-80gb"), device="cpu")
 
 
-def measured(name: str, recipe: dict[str, Any], folder: Path, each: bool | None = None) -> list[dict[str, Any]]:
+def launched(config: str, *words: str, script: str, processes: int, env: dict[str, str]) -> tuple[int, str]:
+    """`accelerate launch` of a shipped launch file; returns its exit code and what was printed."""
+    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--main_process_port", "0"]
+    command += ["--config_file", f"accelerate_configs/{config}.yaml", "--num_processes", str(processes), script, *words]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "FSDP_"))}
+    environment = {"HF_HUB_OFFLINE": "1", **environment, **env}
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+    return ended.returncode, ended.stdout + ended.stderr
+
+
+def measured(
+    name: str,
+    recipe: dict[str, Any],
+    folder: Path,
+    each: bool | None = None,
+    launch: Callable[..., tuple[int, str]] = launched,
+) -> list[dict[str, Any]]:
     """What each rank of a launched run found; see `measure_peak.py`.
+
+    Args:
+        launch: Runs the script as `launched` does.
 
     Raises:
         RuntimeError: With the run's output, if it failed.
     """
-    launch = name.split(":")[1]
+    config = name.split(":")[1]
     place = folder / "found" / name.replace(":", "-")
     place.mkdir(parents=True)
     (place / "recipe.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
-    words = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--main_process_port", "0"]
-    words += ["--config_file", f"accelerate_configs/{launch}.yaml", "--num_processes", str(LAUNCHES[launch])]
-    words += ["scripts/measure_peak.py", str(place / "recipe.yaml"), str(place)]
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "FSDP_"))}
-    environment["FSDP_SYNC_EACH_BATCH"] = "auto" if each is None else str(each).lower()
-    ended = subprocess.run(
-        words, cwd=ROOT, env={"HF_HUB_OFFLINE": "1", **environment}, capture_output=True, text=True, timeout=LIMIT_S
+    code, output = launch(
+        config,
+        *(str(place / "recipe.yaml"), str(place)),
+        script="scripts/measure_peak.py",
+        processes=LAUNCHES[config],
+        env={"FSDP_SYNC_EACH_BATCH": "auto" if each is None else str(each).lower()},
     )
-    if ended.returncode:
-        raise RuntimeError(f"{name} ended with {ended.returncode}: {(ended.stdout + ended.stderr)[-4000:]}")
-    return [json.loads((place / f"{rank}.json").read_text()) for rank in range(LAUNCHES[launch])]
+    if code:
+        raise RuntimeError(f"{name} ended with {code}: {output[-4000:]}")
+    return [json.loads((place / f"{rank}.json").read_text()) for rank in range(LAUNCHES[config])]
 
 
-def compare(name: str, folder: Path, *, each: bool | None = None, **sizes: Any) -> Compared:
+def compare(
+    name: str,
+    folder: Path,
+    *,
+    each: bool | None = None,
+    launch: Callable[..., tuple[int, str]] = launched,
+    **sizes: Any,
+) -> Compared:
     """Predicts and measures a candidate.
 
     Args:
         folder: For what the run writes.
         each: See `predicted`.
+        launch: See `measured`.
         sizes: See `recipe_of`.
     """
     recipe = recipe_of(name, folder, **sizes)
     made = predicted(name, recipe, each)
     assert made.parts is not None, made.reason
-    ranks = measured(name, recipe, folder, each)
+    ranks = measured(name, recipe, folder, each, launch)
     fullest = max(ranks, key=lambda rank: int(rank["peak"]))
     return Compared(name, made.peak, fullest["peak"], made.parts, made.margin, fullest["live"], fullest["inside"])
 

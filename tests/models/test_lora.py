@@ -43,7 +43,7 @@ def job(model: dict[str, Any], lora: dict[str, Any], **sections: Any) -> dict[st
         },
         # `B` begins at zero, and with it the gradient of `A`: a small eps would divide noise by noise.
         "optim": {"name": "AdamW", "lr": 2e-3, "args": {"eps": 1e-5}},
-        "length": {"steps": 4},
+        "length": {"steps": 3},
     }
     return {**base(lora=lora, **{**defaults, **sections}), "model": model}
 
@@ -53,14 +53,15 @@ def shape(name: str) -> dict[str, Any]:
 
 
 UNTIED = base()["model"]
+# One that widens and one that narrows: `plain` and `nf4` show that every linear module takes adapters.
+TWO = {"targets": ["q_proj", "down_proj"]}
 EVERYWHERE = {
     "plain": job(
         {"name": MODEL},
         {"rank": 8, "alpha": 16},
-        length={"steps": 10},
         sample={"prompt": "once", "max_new_tokens": 8},
     ),
-    "dora": job({"name": MODEL, "gradient_checkpointing": True}, {"rank": 4, "dora": True, "dropout": 0.2}),
+    "dora": job({"name": MODEL, "gradient_checkpointing": True}, {"rank": 4, "dora": True, "dropout": 0.2, **TWO}),
     # Evaluated on the way: that must leave the quantized weights as they are.
     "nf4": job({"name": MODEL, "quantization": "nf4"}, {"rank": 8, "dropout": 0.1}, eval={"every_steps": 2}),
 }
@@ -96,9 +97,10 @@ TALK = {
             {"path": str(CONVERSATIONS / "sharegpt.json"), "limit": 24},
         ],
         "validation": [{"path": str(CONVERSATIONS / "sharegpt.json"), "limit": 4}],
-        "sequence_length": 512,
+        "sequence_length": 256,
     },
     "chat": {"template": "plain", "too_long": "cut_right"},
+    "length": {"steps": 4},
     "eval": {"every_steps": 2},
     "sample": {"prompt": "Who are you?", "max_new_tokens": 8, "temperature": 0.0},
 }
@@ -117,9 +119,10 @@ THIN = job(
     length={"steps": 3},
     eval={"at_end": False},
 )
-JOBS = dict.fromkeys(("ddp", "fsdp", "zero2", "zero3"), SOME) | dict.fromkeys(
-    ("hsdp", "zero1", "zero3_offload"), EVERYWHERE
-)
+# Which modules and kinds of networks take adapters is the same where weights are whole: DDP and stage 2 share them.
+SHARED = {"ddp": ("qwen3", "gemma3"), "zero2": ("whole", "gpt2", "fp4")}
+JOBS = dict.fromkeys(("fsdp", "zero3"), SOME) | dict.fromkeys(("hsdp", "zero1", "zero3_offload"), EVERYWHERE)
+JOBS |= {name: {k: v for k, v in SOME.items() if k not in left_out} for name, left_out in SHARED.items()}
 JOBS["single"] = {
     **SOME,
     "thin": THIN,

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from forkserver import ForkServer
 from harness import ROOT, environment
 
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -33,8 +34,8 @@ SMALL = {
     "name",
     ["full:single:off", "qlora:single:on", "lora:ddp:off", "full:fsdp:on", "qlora:zero2:off", "lora:zero3:on"],
 )
-def test_peaks_are_as_predicted(name: str, tmp_path: Path) -> None:
-    found = plan_accuracy.compare(name, tmp_path, **SMALL)
+def test_peaks_are_as_predicted(name: str, tmp_path: Path, fork_server: ForkServer) -> None:
+    found = plan_accuracy.compare(name, tmp_path, launch=fork_server.launch, **SMALL)
     rest = sum(found.parts[part] for part in ("weights", "gradients", "optimizer"))
     assert found.measured > 1.2 * rest, "no more than what is there between steps"
     assert abs(found.ratio - 1) <= 0.10, found

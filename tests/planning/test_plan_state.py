@@ -28,6 +28,13 @@ LAUNCHES = {
     "zero2": 2,
     "zero3": 3,
 }
+# Stages 1 and 2 hold all but gradients alike, and copies of shards what shards hold: of these each takes a part of the
+# recipes, and stage 2 with stage 1, or hsdp with fsdp, takes all.
+PARTS = {
+    "zero1": ("full", "momentum", "lora", "nf4", "frozen", "bert"),
+    "zero2": ("full", "accumulated", "wide", "lora_stored", "gpt2_lora", "fp4", "int8"),
+    "hsdp": ("full", "accumulated", "lora", "nf4", "frozen"),
+}
 
 
 def jobs(processes: int, folder: Path) -> dict[str, dict[str, Any]]:
@@ -62,6 +69,7 @@ def jobs(processes: int, folder: Path) -> dict[str, dict[str, Any]]:
 def test_state_is_exact_to_the_byte(launcher: Launcher, name: str) -> None:
     processes = LAUNCHES[name]
     recipes = jobs(processes, launcher.shared / "plan")
+    recipes = {job: recipes[job] for job in PARTS.get(name, recipes)}
     launch = launch_of_file(ROOT / "accelerate_configs" / f"{name}.yaml", processes)
     wrong = {}
     for job, run in launcher.many(name, recipes, processes=processes).items():

@@ -66,15 +66,14 @@ def sections(config: dict[str, Any], *, micro: int = 2, rows: int = 12, **change
 
 
 @pytest.fixture(autouse=True)
-def forks(fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """Forks trace, which need not import everything anew; the command starts real processes."""
+def forks(fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forks trace, which need not import everything anew; `test_the_command` starts a real process once."""
 
     def run(words: list[str], *, env: dict[str, str], **_: Any) -> subprocess.CompletedProcess[str]:
         code, output = fork_server.run(words[1:], env=env)
         return subprocess.CompletedProcess(words, code, "", output)
 
-    if "capsys" not in request.fixturenames:
-        monkeypatch.setattr(trace_launches, "subprocess", SimpleNamespace(run=run, DEVNULL=subprocess.DEVNULL))
+    monkeypatch.setattr(trace_launches, "subprocess", SimpleNamespace(run=run, DEVNULL=subprocess.DEVNULL))
 
 
 def trace(recipe: dict[str, Any], name: str = "single", ranks: int = 1) -> Traced:
@@ -300,11 +299,13 @@ def test_what_cannot_be_traced_is_one_paragraph(
     assert "Traceback" not in out + err
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "recipe.yaml"
     file.write_text(yaml.safe_dump(sections({**SMALL, "num_hidden_layers": 1}, rows=8)))
     words = ["plan", str(file), "--gpus", "4"]
-    assert main.main([*words, "--trace"]) == 0
+    with monkeypatch.context() as real:
+        real.setattr(trace_launches, "subprocess", subprocess)
+        assert main.main([*words, "--trace"]) == 0
     out, err = capsys.readouterr()
     recommended = out.split("Recommended: accelerate_configs/")[1].split(".yaml")[0]
     assert f"\n{recommended} (full) " in out.split("Traced: ")[1]

@@ -23,10 +23,19 @@ from bench.turns import Measured, Result, Turn
 from finetune.data.rows.row_order import rows_at
 
 
-def benchmark(folder: Path, *words: str) -> tuple[int, str, dict[str, Any]]:
+def benchmark(folder: Path, *words: str, rounds: int = 2) -> tuple[int, str, dict[str, Any]]:
     """Runs the command on tiny shapes; returns its exit code, output and figures."""
     figures = folder / "figures.json"
-    command = [sys.executable, "scripts/benchmark.py", "--tiny", "--rounds", "2", "--json", str(figures), *words]
+    command = [
+        sys.executable,
+        "scripts/benchmark.py",
+        "--tiny",
+        "--rounds",
+        str(rounds),
+        "--json",
+        str(figures),
+        *words,
+    ]
     code, output = run(command, env=environment())
     return code, output, json.loads(figures.read_text()) if figures.exists() else {}
 
@@ -37,7 +46,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, dict[str,
     document = folder / "benchmarks.md"
     document.write_text(f"method\n{table.MARK}\nold results\n")
     names = "tiny, accumulation 2;tiny raw;tiny start"
-    code, output, figures = benchmark(folder, "--cases", names, "--write", str(document))
+    # A second round starts six processes more; those below take two, in which nothing starts.
+    code, output, figures = benchmark(folder, "--cases", names, "--write", str(document), rounds=1)
     return code, output, figures, document.read_text()
 
 
@@ -49,9 +59,9 @@ def test_rows_come_out_whole(whole: tuple[int, str, dict[str, Any], str]) -> Non
     assert [result["arm"] for result in steps["results"]] == ["bare", "ours", "trainer"]
     for result in steps["results"]:
         assert result["problem"] == ""
-        assert len(result["step_ms"]) == len(result["cpu_ms"]) == 2
+        assert len(result["step_ms"]) == len(result["cpu_ms"]) == 1
         assert min(result["step_ms"] + result["cpu_ms"] + [result["targets_per_s"], result["peak_mib"]]) > 0
-        assert len(result["losses"]) == len(result["norms"]) == result["compared"] == 4 + 2 * 2
+        assert len(result["losses"]) == len(result["norms"]) == result["compared"] == 4 + 2
         assert min(result["norms"]) > 0
         assert result["loss_gap"] < 1e-4
     reads = {result["arm"]: result["reads"] for result in steps["results"]}
@@ -60,7 +70,7 @@ def test_rows_come_out_whole(whole: tuple[int, str, dict[str, Any], str]) -> Non
         assert not row["problems"], row["problems"]
         for arm in ("ours", "trainer"):
             assert names <= row["figures"][arm].keys()
-            assert all(len(values) == 2 for values in row["figures"][arm].values())
+            assert all(len(values) == 1 for values in row["figures"][arm].values())
     assert figures["facts"].keys() >= {"torch", "accelerate", "transformers", "processor", "load", "date", "command"}
 
 

@@ -17,7 +17,7 @@ import testdata
 import torch
 from forkserver import ForkServer
 from harness import Launcher, Result, weight_difference
-from recipes_for_tests import MODEL, PARITY, base
+from recipes_for_tests import MODEL, PARITY, base, stories
 
 # The launch files, and in brackets how many processes they start here.
 BACKENDS = {
@@ -35,15 +35,22 @@ BACKENDS = {
     "fsdp_tp": 4,
     "fsdp_tp_sp": 4,
 }
-STEPS, STOP = 8, 4
+STEPS, STOP = 4, 2
 TOLERANCE = 1e-4
 
-_KEEP = {"checkpoint": {"every_steps": STOP, "every_minutes": None, "keep": 9}, "length": {"steps": STEPS}}
+_DATA = {**base()["data"], "validation": stories("validation", limit=4)}
+_KEEP = {
+    "data": _DATA,
+    "checkpoint": {"every_steps": STOP, "every_minutes": None, "keep": 9},
+    "length": {"steps": STEPS},
+}
 _LORA = base(model={"name": MODEL, "config": None}, tokenizer={}, **_KEEP)
+# Of a module whose outputs tensor parallelism splits, and one whose inputs.
+_ADAPTERS = {"rank": 8, "targets": ["q_proj", "down_proj"]}
 KINDS: dict[str, dict[str, Any]] = {
     "full": base(**_KEEP),
-    "lora": {**_LORA, "lora": {"rank": 8}},
-    "lora_dropout": {**_LORA, "lora": {"rank": 8, "dropout": 0.1}},
+    "lora": {**_LORA, "lora": _ADAPTERS},
+    "lora_dropout": {**_LORA, "lora": {**_ADAPTERS, "dropout": 0.1}},
 }
 # In rows and layers that are split, other dropout masks are drawn.
 _SPLIT = ("sp", "fsdp_sp", "tp", "fsdp_tp", "fsdp_tp_sp")
@@ -79,7 +86,7 @@ def checkpoint_of(run: Result) -> Path:
 
 
 # At a large rate, and without clipping.
-KEPT = {**PARITY["sgd"], "checkpoint": {"every_steps": 6, "every_minutes": None, "keep": 9}}
+KEPT = {**PARITY["sgd"], "length": {"steps": 6}, "checkpoint": {"every_steps": 3, "every_minutes": None, "keep": 9}}
 
 
 def straight(launcher: Launcher, backend: str, some: Kinds = kinds) -> dict[str, Result]:

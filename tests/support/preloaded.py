@@ -5,6 +5,7 @@ import gc
 import importlib
 import logging
 import os
+from contextlib import suppress
 
 # What takes longest to import of what a run imports, by then or later.
 MODULES = (
@@ -35,6 +36,9 @@ logging.getLogger("bitsandbytes").setLevel(logging.NOTSET)
 _cpuinfo = importlib.import_module("cpuinfo.cpuinfo")
 _cpuinfo.get_cpu_info_json = functools.cache(_cpuinfo.get_cpu_info_json)
 _cpuinfo.get_cpu_info_json()
+# Each process that writes a model compiles a thousand regular expressions first, of all that transformers ever renamed.
+with suppress(ImportError, AttributeError):
+    importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("llama")
 SET_BY_IMPORTS = {key: value for key, value in os.environ.items() if _before.get(key) != value}
 """Variables that an import has set."""
 # Forks share what was imported: a collection would look through all of it, and copy its pages by doing so.

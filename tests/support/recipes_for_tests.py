@@ -21,7 +21,7 @@ def base(**sections: Any) -> dict[str, Any]:
         "tokenizer": {"name": MODEL},
         "data": {
             "train": stories("train", limit=600),
-            "validation": stories("validation", limit=40),
+            "validation": stories("validation", limit=16),
             "sequence_length": 128,
             "packing": "documents",
         },
@@ -43,20 +43,21 @@ def base(**sections: Any) -> dict[str, Any]:
 SGD = {"name": "SGD", "lr": 0.5, "weight_decay": 0.0, "clip_norm": None}
 
 _DATA = base()["data"]
-_SHORT = {"length": {"steps": 12}, "eval": {"at_end": False}}
+_SHORT = {"length": {"steps": 6}, "eval": {"at_end": False}}
 
 # The same run under every launch file; each name is one thing that could part them.
 PARITY = {
     "adamw": base(
         # Micro-batches other than the training ones: the figure must not depend on them.
-        eval={"every_steps": 15, "micro_size": 3},
-        sample={"prompt": "Once", "max_new_tokens": 12, "every_steps": 15},
+        length={"steps": 14},
+        eval={"every_steps": 7, "micro_size": 3},
+        sample={"prompt": "Once", "max_new_tokens": 12, "every_steps": 7},
     ),
     "sgd": base(optim={**SGD, "args": {}}, schedule={"name": "constant", "warmup_steps": 0}, **_SHORT),
     "padded": base(data={**_DATA, "packing": "padded"}, **_SHORT),
     "wrapped": base(data={**_DATA, "packing": "wrapped", "last_batch": "drop"}, **_SHORT),
     # Slow where a CPU has no instructions for it.
-    "bf16": base(precision="bf16", length={"steps": 15}),
+    "bf16": base(precision="bf16", length={"steps": 8}),
 }
 
 # Shards of more than a MiB, which DeepSpeed puts on disk; it keeps those of the other runs in memory.
@@ -78,7 +79,7 @@ WIDE = base(
 # The same global batch, cut in other ways.
 SPLITS = {
     f"{packing}_micro_{size}": base(
-        data={**_DATA, "packing": packing}, batch={"global_size": 8, "micro_size": size}, length={"steps": 12}
+        data={**_DATA, "packing": packing}, batch={"global_size": 8, "micro_size": size}, length={"steps": 6}
     )
     for packing in ("documents", "padded")
     for size in (1, 2, 4, 8)
@@ -122,7 +123,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def _architectures() -> dict[str, dict[str, Any]]:
-    few = {"length": {"steps": 5}, "data": {**base()["data"], "sequence_length": 64}}
+    few = {"length": {"steps": 3}, "data": {**base()["data"], "sequence_length": 64}}
     jobs = {name: base(model={"config": config}, **few) for name, config in _CONFIGS.items()}
     jobs["llama_checkpointed"] = base(
         model={"config": _CONFIGS["llama_tied"] | {"attention_dropout": 0.1}, "gradient_checkpointing": True},
@@ -138,19 +139,19 @@ def _architectures() -> dict[str, dict[str, Any]]:
             "sequence_length": 64,
             "packing": "padded",
         },
-        length={"steps": 5},
+        length={"steps": 3},
     )
     jobs["mlp"] = base(task={"name": "own_task:mlp", "args": {"dropout": 0.1}}, **{**few, "data": {}})
     jobs["mlp_from_meta"] = base(task={"name": "own_task:mlp", "args": {"meta": True}}, **{**few, "data": {}})
     return jobs
 
 
-# The same five steps of every architecture.
+# The same three steps of every architecture.
 ARCHITECTURES = _architectures()
 
 
 # Runs whose rows or layers are split over ranks, which draw other dropout masks than one process does.
-_BRIEF = {"length": {"steps": 8}, "eval": {"at_end": True}}
+_BRIEF = {"length": {"steps": 4}, "eval": {"at_end": True}}
 _ADAPTERS: dict[str, Any] = {"model": {"name": MODEL, "config": None}, "tokenizer": {}, "lora": {"rank": 4}, **_BRIEF}
 _EITHER: dict[str, dict[str, Any]] = {
     **{name: ARCHITECTURES[name] for name in ("qwen3", "gemma3", "mixtral")},

@@ -134,7 +134,7 @@ def with_libraries(folder: Path, without: tuple[str, ...] = (), **versions: str)
 def test_a_run_without_deepspeed_and_bitsandbytes(place: Place) -> None:
     env = with_libraries(place.folder, ("deepspeed", "bitsandbytes"))
     recipe = str(place.recipe(lora={"rank": 2}))
-    code, output = run(by_finetune("fsdp", recipe), env=env)
+    code, output = run(by_finetune("fsdp", "--num_processes", "1", recipe), env=env)
     assert code == 0, output
     facts = json.loads((place.folder / "run/run.json").read_text())
     assert facts["versions"]["deepspeed"] is None
