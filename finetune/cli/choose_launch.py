@@ -10,6 +10,7 @@ from finetune.distributed.gpu_specs import Gpu
 from finetune.distributed.launch.launch_file import read_launch_file
 from finetune.planning.planner import make_plan
 from finetune.planning.step_time import Machines
+from finetune.tasks.task_lookup import BUILT_IN
 from finetune.utils.errors import RecipeError
 from finetune.utils.shipped_files import launch_file
 
@@ -48,9 +49,11 @@ def choose_launch(recipe: Recipe, machines: Machines) -> LaunchChoice:
     """
     planned = ":" not in recipe.task.name and recipe.length.steps != 0
     if planned:
-        # Classes that nobody has counted yet: the size of a head decides nothing.
-        counted = recipe.task.model_copy(update={"num_labels": recipe.task.num_labels or 2})
-        plan = make_plan(recipe.model_copy(update={"task": counted}), machines)
+        task, traits = recipe.task, BUILT_IN.get(recipe.task.name)
+        if traits is not None and traits.labelled and not traits.numbers and task.num_labels is None:
+            # Nobody has counted the classes yet, and the size of a head decides nothing.
+            task = task.model_copy(update={"num_labels": 2})
+        plan = make_plan(recipe.model_copy(update={"task": task}), machines)
         reason, changes, candidate = plan.advice.reason, plan.advice.changes, plan.advice.candidate
         here = f"On this machine ({machines.gpus} x {machines.gpu.memory_gib:.0f} GiB)"
         if candidate is None:
