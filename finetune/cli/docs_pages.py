@@ -19,7 +19,7 @@ _MEASURED = {"architectures", "benchmarks", "gpu", "plan-accuracy", "resume-matr
 
 
 @dataclass(frozen=True)
-class Section:
+class PageSection:
     """A part of a page under a heading of its own."""
 
     page: str
@@ -61,7 +61,7 @@ def show_docs(words: list[str], console: Console) -> None:
             console.print(f"{section.page:28}{section.heading}")
 
 
-def find_sections(words: list[str], pages: dict[str, Path]) -> list[Section]:
+def find_sections(words: list[str], pages: dict[str, Path]) -> list[PageSection]:
     """Returns the sections in which words with the same beginnings stand, those with them in the heading first."""
     # "stopping" is found in "stop early": four letters are the stem of most words.
     stems = [re.compile(rf"\b{re.escape(word[: max(4, len(word) - 4)].lower())}") for word in words]
@@ -76,14 +76,14 @@ def find_sections(words: list[str], pages: dict[str, Path]) -> list[Section]:
     return [section for *_, section in sorted(ranked, key=lambda found: found[:3])]
 
 
-def _sections(page: str, text: str) -> Iterator[Section]:
+def _sections(page: str, text: str) -> Iterator[PageSection]:
     # Comments in blocks of shell code begin with `#` too.
     fences = re.sub(r"(?ms)^```.*?^```", lambda block: block[0].replace("\n#", "\n\0"), text)
     for part in re.split(r"(?m)^(?=#{1,3} )", fences):
         if part.strip():
             part = part.replace("\0", "#")
             heading = part.partition("\n")[0].lstrip("# ")
-            yield Section(page, heading, part.strip())
+            yield PageSection(page, heading, part.strip())
 
 
 def _title(file: Path) -> str:

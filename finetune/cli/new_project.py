@@ -77,7 +77,7 @@ class _Draft:
     values: dict[str, Any]
     """Values of the recipe's template beside the project's own."""
     lines: tuple[str, ...]
-    """What was found, and warnings."""
+    """Lines on the data, and warnings."""
 
     def text(self, project: Project | None = None) -> str:
         """Returns the recipe; `project` has other paths."""
@@ -126,7 +126,7 @@ class KeptRecipe:
     text: str
     recipe: Recipe
     lines: tuple[str, ...]
-    """What was found, and how to go on."""
+    """Lines on the data, and how to go on."""
 
 
 def make_recipe(project: Project, overrides: Sequence[str]) -> KeptRecipe:

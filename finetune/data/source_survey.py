@@ -27,7 +27,7 @@ _MOST_CLASSES = 50
 
 @dataclass(frozen=True)
 class SourceSurvey:
-    """What a file, glob or directory holds."""
+    """Contents of a file, glob or directory."""
 
     path: str
     kind: Kind

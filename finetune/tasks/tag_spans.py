@@ -29,7 +29,7 @@ class TagScheme:
 
     kinds: tuple[str, ...]
     part_of: tuple[int, ...]
-    """By class number, (C,)."""
+    """Indexed by class number, (C,)."""
     kind_of: tuple[int, ...]
     """Position in `kinds` by class number, (C,); K outside."""
 

@@ -48,7 +48,7 @@ class Figures(NamedTuple):
     """Figures of an evaluation."""
 
     whole: dict[str, float]
-    """Of all rows, by name."""
+    """Figures of all rows, by name."""
     classes: dict[str, dict[str, Any]]
     """Of each class: `precision`, `recall`, `f1` (None where there is nothing to divide by) and its number, `rows`."""
 

@@ -298,9 +298,9 @@ class Encoded:
     examples: list[Example] | None = None
     """The same with masks and facts, for conversations."""
     firsts: npt.NDArray[np.uint32] | None = None
-    """Of pairs, tokens of the first text of each."""
+    """Number of tokens of the first text of each pair."""
     words: npt.NDArray[np.int32] | None = None
-    """Of lists of words, the number of the word that begins at each token, within its document; -1 where none does."""
+    """Number of the word that begins at each token, within its document; -1 where none does. None without words."""
 
 
 class Encoder:

@@ -16,6 +16,7 @@ from typing import Any
 from unittest.mock import patch
 
 from finetune.distributed.launch.launch_schema import LaunchFile
+from finetune.distributed.launch.network_interface import NetworkInterface, interface_variables, own_addresses
 from finetune.distributed.rendezvous_names import ROUND
 from finetune.utils.errors import BackendError
 
@@ -45,6 +46,8 @@ def elastic_agents(asked: LaunchFile, leaves: Callable[[], bool], end_workers: C
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     host, port = asked.main_process_ip or "", asked.main_process_port
     here, plain = _address_towards(host, port), run.config_from_args
+    interface = NetworkInterface(own_addresses().get(here, ""), here, host)
+    os.environ.update(interface_variables(interface, os.environ))
 
     def completed(arguments: Any) -> Any:
         arguments.nnodes, arguments.local_addr = asked.nnodes, here

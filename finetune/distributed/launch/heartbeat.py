@@ -58,9 +58,9 @@ class Heartbeat:
         self._reached = now
         self._ending: _Ending | None = None
         self._told: _Ending | None = None
-        """What this machine tells the others."""
+        """The reason that this machine tells the others."""
         self._word = ""
-        """What stands in place of its count at last: how it has left."""
+        """Stands in place of its count at last, and says how it has left."""
         self._wake, self._over, self._said_word = threading.Event(), threading.Event(), threading.Event()
         self._lost_ranks = self._printed = False
 

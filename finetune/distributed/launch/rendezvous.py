@@ -42,7 +42,7 @@ _LINGER_S = 10.0
 
 @dataclass(frozen=True)
 class MachinePlan:
-    """What one machine of several is about to start, and how long it waits for the others."""
+    """A launch that one machine of several is about to start, and how long it waits for the others."""
 
     host: str
     """Address or name of machine 0."""
