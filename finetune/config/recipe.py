@@ -226,7 +226,10 @@ def _exclusion(tree: Mapping[str, Any], origin: Origin, key: str, problem: str) 
 def _is_given(tree: Any, key: str) -> bool:
     """Tells if plain keys and values hold a key that is not off."""
     for name in key.split("."):
-        tree = tree[int(name)] if isinstance(tree, list) else tree.get(name) if isinstance(tree, Mapping) else None
+        if isinstance(tree, list):
+            tree = tree[int(name)] if name.isdigit() and int(name) < len(tree) else None
+        else:
+            tree = tree.get(name) if isinstance(tree, Mapping) else None
     return tree is not None and tree is not False
 
 

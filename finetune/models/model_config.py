@@ -117,7 +117,7 @@ def first_position(config: PretrainedConfig) -> int:
     RoBERTa and its relatives count so, in a table of `max_position_embeddings` positions: a published model has 514 of
     them for rows of 512 tokens. No key of a configuration says it, so it is read in the network's code.
     """
-    text = config.get_text_config()
+    text = config.get_text_config(decoder=True)  # of two that write texts (Musicgen), transformers refuses to choose
     fixed = _padding_before_rows(type(text))  # type: ignore[arg-type]
     if fixed is None:
         return 0

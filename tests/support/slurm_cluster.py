@@ -13,11 +13,14 @@ from forkserver import until
 from harness import environment
 from ranks import free_port
 
+from finetune.distributed.launch.network_interface import own_addresses
+
 LIMIT_S = 60
 WHERE = f"{os.environ['PATH']}:/usr/sbin"
 MISSING = [name for name in ("slurmctld", "slurmd", "sbatch") if shutil.which(name, path=WHERE) is None]
 
-# Names of nodes are addresses of this machine, so that every node finds the first one. The GPU is none: a launch sees
+# Names of nodes are addresses of this machine, so that every node finds the first one, whose address is one that other
+# machines would find: launchers refuse 127.0.0.1 there. The GPU is none: a launch sees
 # none behind it. `cred_expire` is also how long a requeued job waits, and 5 the least.
 CONF = """\
 ClusterName=tests
@@ -45,12 +48,15 @@ SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/%n.pid
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
-NodeName=127.0.0.[1-{nodes}] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{ports}] CPUs=64 RealMemory=1000 Gres=gpu:1
+{nodes}
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE PriorityTier=1 GraceTime=60
 PartitionName=urgent Nodes=ALL MaxTime=INFINITE PriorityTier=2
 """
+
+
+NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=64 RealMemory=1000 Gres=gpu:1"
 
 
 class SlurmCluster:
@@ -92,13 +98,15 @@ def slurm_cluster(folder: Path, nodes: int, path: str) -> Iterator[SlurmCluster]
     """
     (folder / "state").mkdir(parents=True)
     ports = [free_port() for _ in range(nodes + 1)]
-    settings = {"host": socket.gethostname(), "user": getpass.getuser(), "folder": folder, "nodes": nodes}
-    text = CONF.format(**settings, port=ports[0], ports=",".join(map(str, ports[1:])))
+    host, names = socket.gethostname(), [*list(own_addresses())[:1], *(f"127.0.0.{n + 1}" for n in range(1, nodes))]
+    lines = [NODE.format(name=name, host=host, port=port) for name, port in zip(names, ports[1:], strict=True)]
+    settings = {"host": host, "user": getpass.getuser(), "folder": folder, "nodes": "\n".join(lines)}
+    text = CONF.format(**settings, port=ports[0])
     (folder / "slurm.conf").write_text(text)
     (folder / "gres.conf").write_text("Name=gpu File=/dev/null\n")
     env = environment(SLURM_CONF=str(folder / "slurm.conf"), PATH=f"{path}:{WHERE}", SLURM_TIME_FORMAT="standard")
     cluster = SlurmCluster(folder, env)
-    daemons = [["slurmctld", "-c"], *(["slurmd", "-N", f"127.0.0.{node + 1}"] for node in range(nodes))]
+    daemons = [["slurmctld", "-c"], *(["slurmd", "-N", name] for name in names)]
     running = []
     with (folder / "daemons.log").open("ab") as log:
         try:

@@ -360,7 +360,7 @@ def parse_launch(words: Sequence[str]) -> Any:
 
 def given_options(parsed: Any) -> dict[str, Any]:
     """Returns the `OPTIONS` that a launcher's command line gives; an empty `rdzv_conf` is Accelerate's default."""
-    return {name: value for name in OPTIONS if (value := getattr(parsed, name)) not in (None, "")}
+    return {name: value for name in OPTIONS if (value := getattr(parsed, name, None)) not in (None, "")}
 
 
 def copies_that_fit(env: Mapping[str, str], processes: int) -> dict[str, str]:
