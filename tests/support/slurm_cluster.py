@@ -19,9 +19,8 @@ LIMIT_S = 60
 WHERE = f"{os.environ['PATH']}:/usr/sbin"
 MISSING = [name for name in ("slurmctld", "slurmd", "sbatch") if shutil.which(name, path=WHERE) is None]
 
-# Names of nodes are addresses of this machine, so that every node finds the first one, whose address is one that other
-# machines would find: launchers refuse 127.0.0.1 there. The GPU is none: a launch sees
-# none behind it. `cred_expire` is also how long a requeued job waits, and 5 the least.
+# The first node's name is an address of this machine, by which other nodes find it: launchers refuse 127.0.0.1. The
+# GPU is none: a launch sees none behind it. `cred_expire` is also how long a requeued job waits, and 5 the least.
 CONF = """\
 ClusterName=tests
 SlurmctldHost={host}(127.0.0.1)
@@ -98,7 +97,8 @@ def slurm_cluster(folder: Path, nodes: int, path: str) -> Iterator[SlurmCluster]
     """
     (folder / "state").mkdir(parents=True)
     ports = [free_port() for _ in range(nodes + 1)]
-    host, names = socket.gethostname(), [*list(own_addresses())[:1], *(f"127.0.0.{n + 1}" for n in range(1, nodes))]
+    host, reached = socket.gethostname(), next(address for address in own_addresses() if "." in address)
+    names = [reached, *(f"node{number}" for number in range(1, nodes))]
     lines = [NODE.format(name=name, host=host, port=port) for name, port in zip(names, ports[1:], strict=True)]
     settings = {"host": host, "user": getpass.getuser(), "folder": folder, "nodes": "\n".join(lines)}
     text = CONF.format(**settings, port=ports[0])
