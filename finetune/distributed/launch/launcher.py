@@ -156,6 +156,8 @@ def main(arguments: Sequence[str]) -> int:
     parsed.signals_to_handle = signal.SIGQUIT.name
     _end_workers_sooner(sent)
     asked = read_launch_file(parsed.config_file).model_copy(update=given_options(parsed)) if parsed.nnodes else None
+    # Accelerate would hand it to torchrun, whose own default it is not.
+    del parsed.nnodes
     if asked is not None:
         # Accelerate would look for whoever listens there, and refuse it.
         parsed.main_process_port = 0
