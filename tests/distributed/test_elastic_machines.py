@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -39,9 +40,9 @@ def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
 def host(machines: Machines) -> Iterator[Machine]:
     """The machine that hosts the store, and computes nothing."""
     last: Machine = machines[2]
-    code = "import sys; from finetune.cli.main import main; raise SystemExit(main(sys.argv[1:]))"
-    store = last.start(["python", "-c", code, "rendezvous"])
-    until(lambda: "Machines meet here: --main_process_ip m2 --main_process_port 29500" in store.output, 60, "no store")
+    store = last.start([sys.executable, "-m", "finetune", "rendezvous"])
+    where = "Machines meet here: --main_process_ip m2 --main_process_port 29500"
+    until(lambda: where in store.output, 60, lambda: store.output)
     yield last
     machines.kill_programs()
 

@@ -330,7 +330,7 @@ def test_other_tokenizers_are_refused(tmp_path: Path) -> None:
         reader = PreTrainedTokenizerFast(tokenizer_object=made)
         with pytest.raises(RecipeError, match=r"As GGUF, .*convert_hf_to_gguf"):
             write_gguf.check_convertible(config, reader, tmp_path, text=True)
-    with pytest.raises(RecipeError, match="that write text"):
+    with pytest.raises(RecipeError, match="that continue a text"):
         write_gguf.check_convertible(config, chats.tokenizer(), tmp_path, text=False)
 
 

@@ -1,7 +1,7 @@
 """Machines for tests: namespaces of Linux, each with a network card, processes, host name, home and temporary folder.
 
     with Machines(tmp_path, 2) as machines:
-        first = machines[0].start(["python", ...])
+        first = machines[0].start([sys.executable, ...])
         machines[1].cut()
 
 Their cards, `eth0`, are joined by a switch, a bridge in a namespace of its own; the machines lie in namespaces below

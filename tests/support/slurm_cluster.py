@@ -5,6 +5,7 @@ import os
 import shutil
 import socket
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,7 +47,7 @@ GresTypes=gpu
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/%n.pid
 StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool-%n
+SlurmdSpoolDir={spool}/%n
 {nodes}
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
@@ -80,8 +81,15 @@ class SlurmCluster:
         return dict(word.partition("=")[::2] for word in self.ask("scontrol", "show", "job", job).split())
 
     def over(self, job: str) -> bool:
-        """Tells if a job has ended, and is not requeued."""
-        return self.state(job)["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+        """Tells if a job has ended, and is not requeued, or if no node could start it."""
+        state = self.state(job)
+        return state["Reason"].endswith("_held") or state["JobState"] in (
+            "COMPLETED",
+            "FAILED",
+            "CANCELLED",
+            "TIMEOUT",
+            "NODE_FAIL",
+        )
 
     def output(self, job: str) -> str:
         """Returns what a printed job has said so far."""
@@ -100,7 +108,9 @@ def slurm_cluster(folder: Path, nodes: int, path: str) -> Iterator[SlurmCluster]
     host, reached = socket.gethostname(), next(address for address in own_addresses() if "." in address)
     names = [reached, *(f"node{number}" for number in range(1, nodes))]
     lines = [NODE.format(name=name, host=host, port=port) for name, port in zip(names, ports[1:], strict=True)]
-    settings = {"host": host, "user": getpass.getuser(), "folder": folder, "nodes": "\n".join(lines)}
+    # Sockets lie there, whose paths have 107 characters at most.
+    spool = tempfile.mkdtemp(prefix="slurmd-")
+    settings = {"spool": spool, "host": host, "user": getpass.getuser(), "folder": folder, "nodes": "\n".join(lines)}
     text = CONF.format(**settings, port=ports[0])
     (folder / "slurm.conf").write_text(text)
     (folder / "gres.conf").write_text("Name=gpu File=/dev/null\n")
@@ -129,6 +139,7 @@ def slurm_cluster(folder: Path, nodes: int, path: str) -> Iterator[SlurmCluster]
                 daemon.terminate()
             for daemon in running:
                 daemon.wait(LIMIT_S)
+            shutil.rmtree(spool)
 
 
 def _ended(running: list[subprocess.Popen[bytes]]) -> bool:

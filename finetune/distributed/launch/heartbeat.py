@@ -57,6 +57,7 @@ class Heartbeat:
         """Machines that have ended, or were given up."""
         self._reached = now
         self._ending: _Ending | None = None
+        self._one_ending = threading.Lock()
         self._told: _Ending | None = None
         """The reason that this machine tells the others."""
         self._word = ""
@@ -130,14 +131,18 @@ class Heartbeat:
 
     def _tell(self, ending: _Ending) -> None:
         """Takes up an ending that this machine has found, and tells the others."""
-        if self._ending is None:
-            self._ending = self._told = self._patient(ending)
+        if self._take_up(ending):
+            self._told = ending
         self._wake.set()
 
-    def _patient(self, ending: _Ending) -> _Ending:
-        """Returns an ending that leaves workers the time to say what they fail over."""
-        wait_s = _ALIKE_S if ending.code == USER_ERROR else _WORDS_S
-        return replace(ending, after=time.monotonic() + wait_s)
+    def _take_up(self, ending: _Ending) -> bool:
+        """Makes an ending this machine's unless it has one; workers get the time to say what they fail over."""
+        with self._one_ending:
+            if self._ending is not None:
+                return False
+            wait_s = _ALIKE_S if ending.code == USER_ERROR else _WORDS_S
+            self._ending = replace(ending, after=time.monotonic() + wait_s)
+            return True
 
     def _print_news(self, code: int) -> None:
         """Prints why workers of all machines ended, unless this machine's have failed alike, and said why."""
@@ -157,21 +162,24 @@ class Heartbeat:
         while not self._over.is_set():
             number += 1
             try:
-                self._store.set(f"beat/{self._own}", self._word or str(number))
+                # The reason comes before the word: who sees that a machine has left can see why.
+                word = self._word
                 if self._told is not None and not told:
                     # The first reason is right: what comes later follows from it.
                     self._store.compare_set("ending", "", json.dumps([self._told.text, self._told.code]))
                     told = True
-                if self._word:
+                self._store.set(f"beat/{self._own}", word or str(number))
+                if word:
                     self._said_word.set()
                 there = [rank for rank in ranks if self._counts[rank][0] or self._store.check([f"beat/{rank}"])]
-                for rank, value in zip(there, self._store.multi_get([f"beat/{n}" for n in there]), strict=True):
+                values = dict(zip(there, self._store.multi_get([f"beat/{n}" for n in there]), strict=True))
+                if self._ending is None and self._store.check(["ending"]):
+                    self._take_up(_Ending(*json.loads(self._store.get("ending"))))
+                for rank, value in values.items():
                     if value != self._counts[rank][0]:
                         self._counts[rank] = value, time.monotonic()
                     if value.decode().startswith(_LEFT):
                         self._left.add(rank)
-                if self._ending is None and self._store.check(["ending"]):
-                    self._ending = self._patient(_Ending(*json.loads(self._store.get("ending"))))
                 self._reached = time.monotonic()
             except RuntimeError as error:
                 if self._over.is_set() or 0 in self._left:
