@@ -129,13 +129,18 @@ class ResumeSection(Section):
 
 
 class GuardSection(Section):
-    """Limits at which a run ends early."""
+    """Limits at which a run ends early, or warns."""
 
     max_skipped_steps: Annotated[PositiveInt, "optimiser steps"] = 5
     """Consecutive steps that may be skipped, because a loss or gradient is not finite, before the run ends."""
     grace_s: Annotated[PositiveFloat, "seconds"] = 120.0
     """Seconds from a request to stop (SIGTERM, SIGINT, SIGUSR1) until the process ends, whether or not a checkpoint was
     saved."""
+    stall_s: Annotated[PositiveFloat | None, "seconds"] = 600.0
+    """Seconds without progress after which the run ends, with the stacks of all ranks written down; at least ten times
+    what a step takes, and six times as long in evaluations and saves. Null: never."""
+    straggler: Annotated[PositiveFloat | None, "share of a step"] = 0.25
+    """A rank that the others wait for during more than this share of each step is named. Null: none is."""
 
 
 class TokenizerSection(Section):

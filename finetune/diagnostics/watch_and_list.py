@@ -19,6 +19,7 @@ from finetune.checkpoint.run_history import RunHistory, RunReader, Series, loss_
 from finetune.config.recipe_schema import ranking
 from finetune.diagnostics.run_report import one_run
 from finetune.diagnostics.run_report.charts import running_mean
+from finetune.monitoring.rank_progress import read_ranks
 from finetune.utils.console import plain_table
 from finetune.utils.errors import FinetuneError, RecipeError
 
@@ -69,6 +70,8 @@ def run_screen(run: RunHistory, width: int) -> RenderableType:
     if (plot := loss_plot(run, width)) is not None:
         blocks.append(plot)
     blocks.append(_figures(run))
+    if run.status == "running" and (behind := read_ranks(run.directory)) is not None:
+        blocks.append(Text(behind, style="yellow"))
     if run.samples:
         last = run.samples[-1]
         head = Text(f"sample at step {last.step:,}", style="dim")

@@ -4,7 +4,7 @@ import math
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -107,15 +107,16 @@ class PhaseTimer:
     On a GPU, parts are measured between events, and read when the totals are asked for.
     """
 
-    def __init__(self, device: torch.device, also: Callable[[str], None] = lambda name: None) -> None:
-        """`also` is told of each mark."""
+    def __init__(self, device: torch.device, also: Sequence[Callable[[str], None]] = ()) -> None:
+        """Each of `also` is told of each mark."""
         self._cuda = device.type == "cuda"
         self._also = also
         self._marks: list[tuple[str, Any]] = []
 
     def mark(self, name: str) -> None:
         """The time from here to the next mark belongs to `name`."""
-        self._also(name)
+        for tell in self._also:
+            tell(name)
         if self._cuda:
             event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record()

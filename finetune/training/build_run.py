@@ -43,6 +43,7 @@ from finetune.models.pretrained_files import Weights
 from finetune.monitoring.flops import flops_per_target
 from finetune.monitoring.metrics import PhaseTimer, Reporter, warn
 from finetune.monitoring.nonfinite import NonFiniteGuard
+from finetune.monitoring.rank_watch import RankWatch
 from finetune.monitoring.shutdown import ShutdownHandler
 from finetune.monitoring.trackers import Trackers
 from finetune.optim import optimizers
@@ -153,6 +154,9 @@ def build_run(recipe: Recipe, *, quiet: bool = False) -> BuiltRun:
         profiler = Profiler(folder, backend.rank, first=resume.step, steps=recipe.log.profile, last=last)
     resume.restore(backend, network, built.optimizer)
     reporter = _open_run(plan, backend, built, identity, resume, quiet)
+    watch = RankWatch(
+        recipe.guard, backend, directory.path, step=resume.step, warn=reporter.warn, alert=lambda event, text: None
+    )
     adapter_keys = lora_adapters.adapter_keys(network) if recipe.lora is not None else None
     return BuiltRun(
         recipe=plan.recipe,
@@ -191,7 +195,8 @@ def build_run(recipe: Recipe, *, quiet: bool = False) -> BuiltRun:
         results=resume.results,
         shutdown=ShutdownHandler(recipe.guard.grace_s, partial(integrity.newest_address, directory.checkpoints)),
         nonfinite=NonFiniteGuard(backend, recipe.guard.max_skipped_steps, resume.state.get("skipped")),
-        timer=PhaseTimer(backend.device, *([profiler.mark] if profiler is not None else [])),
+        timer=PhaseTimer(backend.device, [watch.mark, *([profiler.mark] if profiler is not None else [])]),
+        watch=watch,
         profiler=profiler,
         flops_per_target=built.flops_per_target,
         weight_bytes=built.memory.frozen + built.memory.trained,

@@ -78,7 +78,7 @@ def _evaluate(run: BuiltRun) -> bool:
             task,
             rows,
             micro,
-            stopping=lambda: run.shutdown.requested,
+            stopping=partial(_is_stopping, run),
             classes=classes,
             counts=counts,
         )
@@ -125,6 +125,12 @@ def _evaluate(run: BuiltRun) -> bool:
         if never := [f"{name} ({c['rows']:,} {what}s)" for name, c in held.items() if not c["predicted"]]:
             run.reporter.warn(f"step {step}: no {what} is taken for the class {some(never)}.")
     return True
+
+
+def _is_stopping(run: BuiltRun) -> bool:
+    """Tells if the run is asked to stop, between batches of an evaluation, each of which is progress."""
+    run.timer.mark("aside")
+    return run.shutdown.requested
 
 
 def evaluate_rows(
@@ -215,7 +221,7 @@ def _score_texts(run: BuiltRun) -> dict[str, float] | None:
             longest=recipe.data.sequence_length,
             max_new_tokens=recipe.eval.max_new_tokens,
             ends={tokenizer.eos_token_id, *run.data.ends},
-            stopping=lambda: run.shutdown.requested,
+            stopping=partial(_is_stopping, run),
         )
     if found is None:
         return None

@@ -53,7 +53,7 @@ def steps(run: BuiltRun) -> Iterator[Step]:
     if run.resume.finished:
         run.reporter.say(finish_run.nothing_left(run.results, last))
         return
-    with run.reporter, run.shutdown.listening():
+    with run.reporter, run.watch, run.shutdown.listening():
         began = time.perf_counter()
         run.checkpoints.note_start(state.step, run.feed.describe(state.step))
         peak_memory = PeakMemoryMonitor(run.backend, run.weight_bytes)
@@ -66,6 +66,7 @@ def steps(run: BuiltRun) -> Iterator[Step]:
             lr = lr_schedule.set_learning_rates(run.optimizer, state.step, last, recipe)
             output = train_step(run, state.step)
             state.step += 1
+            run.watch.step_taken(state.step)
             peak_memory.step_taken()
             look_at_profile(run)
             sync = StepSync(*output.sync.read())
@@ -82,10 +83,11 @@ def steps(run: BuiltRun) -> Iterator[Step]:
                 check_nonfinite(run, None)  # A checkpoint must hold no step that diverged.
                 finish_run.save_checkpoint(run, evaluated=evaluated, wait=stopped or state.step == end)
             # What the caller does with it is no part of a step.
-            run.timer.mark("aside")
+            run.timer.mark("caller")
             evaluation = {key: value for key, value in state.evaluation.items() if key != "step"}
             yield Step(state.step, metrics, evaluation or None)
             run.timer.mark("other")
+        run.timer.mark("aside")
         check_nonfinite(run, None)
         weights.finish(state.step, run.nonfinite.total - skipped)
         if weights.newest is not None:

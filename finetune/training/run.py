@@ -16,6 +16,7 @@ from finetune.data.rows.feed import Feed
 from finetune.distributed.backend import Backend
 from finetune.monitoring.metrics import PhaseTimer, Reporter
 from finetune.monitoring.nonfinite import NonFiniteGuard
+from finetune.monitoring.rank_watch import RankWatch
 from finetune.monitoring.shutdown import ShutdownHandler
 from finetune.tasks.metrics import Metric
 from finetune.tasks.prompt_set import Prompt
@@ -162,6 +163,7 @@ class BuiltRun:
     shutdown: ShutdownHandler
     nonfinite: NonFiniteGuard
     timer: PhaseTimer
+    watch: RankWatch
     profiler: Profiler | None
     flops_per_target: float
     """FLOPs of training a token."""

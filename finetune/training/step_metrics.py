@@ -12,6 +12,7 @@ from finetune.distributed import device_selection
 from finetune.distributed.backend import Backend
 from finetune.monitoring.flops import peak_flops
 from finetune.monitoring.metrics import peak_memory_gib, warn
+from finetune.monitoring.rank_progress import OUTSIDE
 from finetune.monitoring.step_all_reduce import StepOutput
 from finetune.planning.model_shapes import kind_of
 from finetune.planning.planner import Peak, add_peak, candidates_of
@@ -35,7 +36,8 @@ def log_step(run: BuiltRun, lr: float, output: StepOutput) -> dict[str, Any] | N
         return None
     run.timer.mark("other")
     split = run.timer.totals()
-    split.pop("aside", None)  # evaluation and samples are no part of a step
+    for phase in OUTSIDE:
+        split.pop(phase, None)
     here = output.losses.double().sum().reshape(1)
     loss_sum = backend.all_reduce_sum(here if backend.mesh.counts_loss else torch.zeros_like(here)).item()
     loss = loss_sum / max(1.0, output.sync.read()[0])

@@ -14,6 +14,9 @@ from pathlib import Path
 from finetune.utils import orphan_watch, signals
 from finetune.utils.errors import FinetuneError
 
+# Something failed; a restart may mend it.
+FAILED = 1
+
 # The user has to change something.
 USER_ERROR = 2
 

@@ -169,6 +169,8 @@ FREE: dict[str, Any] = {
     "resume.allow": ["seed"],
     "guard.max_skipped_steps": 2,
     "guard.grace_s": 3.0,
+    "guard.stall_s": 5.0,
+    "guard.straggler": None,
 }
 
 # Keys that are refused without others.

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -196,6 +197,20 @@ def test_runs_and_their_doctor(machines: Machines, tmp_path: Path) -> None:
     assert programs[0].wait(PATIENCE_S + BEYOND_S) == 1
     machines[0].wait_until_idle(5.0)
     assert "Error: Machine 1 (m1, 10.78.0.2) has not been heard of for 4 s" in programs[0].output
+    # A worker that stands still is named on the other machine, and both launches end.
+    programs = [
+        machine.start([*words, str(rank), "guard.stall_s=1", "log.every_steps=1"])
+        for rank, machine in enumerate(machines[:2])
+    ]
+    until(lambda: re.search(r"^step \d+2/", programs[0].output, re.M) is not None, START_S, lambda: programs[0].output)
+    (worker,) = (process for process in machines[1].processes() if process.ppid() == programs[1].pid)
+    worker.send_signal(signal.SIGSTOP)
+    for program in programs:
+        assert program.wait(START_S) == 1
+    assert "No answer comes from rank 1 on machine 1 (m1)" in programs[0].output, programs[0].output[-2500:]
+    assert "The worker of rank 0 on machine 0 (m0, 10.78.0.1) ended with exit code 1" in programs[1].output
+    for machine in machines[:2]:
+        machine.wait_until_idle(5.0)
     # A launch that says something else is refused by both, with exit code 2.
     programs = [
         machine.start([*words, str(rank), f"optim.lr={rank + 1}e-3"]) for rank, machine in enumerate(machines[:2])

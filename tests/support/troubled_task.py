@@ -6,10 +6,15 @@ The others say on which rank, and at which of its micro-batches (counted from 0 
   hold              {"rank", "at", "file"}: waits there until the file exists; `file`.reached says that it waits
   hang, raise, memory, kill, stop
                     {"rank", "at"}: waits forever; raises; asks for more memory than there is; SIGKILLs itself
+  collective, lock  {"rank", "at"}: waits in a collective that other ranks do not begin; keeps Python's lock for ever.
+                    Both in the forward pass
+  late              {"rank", "s"}: computes that much longer in each forward pass
 Each happens once if it has a "once": a file that is made when it has happened.
+`compared_s` is how often the work of ranks is compared.
 `validation` is how many rows there are to evaluate on, `wait_s` makes each micro-batch take that long.
 """
 
+import ctypes
 import json
 import os
 import signal
@@ -22,6 +27,7 @@ import numpy as np
 import own_task
 import torch
 
+from finetune.monitoring import rank_watch
 from finetune.tasks.task import Task, TaskData
 
 
@@ -95,10 +101,37 @@ class _SpoilGradient(torch.autograd.Function):
         return gradient * ctx.saved_tensors[0], None
 
 
+class _Slow:
+    """What goes wrong in the forward pass of a rank."""
+
+    def __init__(self) -> None:
+        self.trouble, self.number = _trouble(), -1
+        rank_watch._COMPARED_S = self.trouble.get("compared_s", rank_watch._COMPARED_S)
+
+    def suffer(self) -> None:
+        # The first passes are rehearsals.
+        number, self.number = self.number, self.number + 1
+        rank = int(os.environ.get("RANK", "0"))
+        if (late := self.trouble.get("late")) and late["rank"] == rank:
+            end = time.thread_time() + late["s"]
+            while time.thread_time() < end:
+                pass
+        for kind, wait in (("collective", self._wait_for_others), ("lock", self._keep_lock)):
+            if (one := self.trouble.get(kind)) and one["rank"] == rank and one["at"] == number:
+                wait()
+
+    def _wait_for_others(self) -> None:
+        torch.distributed.barrier()
+
+    def _keep_lock(self) -> None:
+        ctypes.PyDLL(None).sleep(3600)
+
+
 def mlp(rows: int = 200, validation: int = 33, **options: Any) -> Task:
-    whole = own_task.mlp(**options)
+    whole, slow = own_task.mlp(**options), _Slow()
 
     def loss_sum(network: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        slow.suffer()
         output = _SpoilGradient.apply(network(batch["inputs"]).float(), batch["gradient"])
         return torch.nn.functional.mse_loss(output, batch["targets"], reduction="sum") + batch["loss"].sum()
 

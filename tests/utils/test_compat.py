@@ -18,7 +18,7 @@ PRIVATE = re.compile(r"_[a-zA-Z]\w*")
 LOOK_UPS = {"getattr", "hasattr", "setattr", "delattr", "pop", "get", "setdefault"}
 
 # Of Python's own library.
-PUBLIC = {"_asdict", "_exit", "_replace"}
+PUBLIC = {"_asdict", "_current_frames", "_exit", "_replace"}
 ALLOWED = {
     # A key of a file, read before it is known whether `datasets` is needed, which takes seconds to import.
     ("data/sources/corpus.py", "_data_files"),

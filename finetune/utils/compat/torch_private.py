@@ -3,6 +3,7 @@
 import functools
 import importlib
 import inspect
+import json
 import os
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -40,8 +41,29 @@ ddp_logging_data: Any = nn.parallel.DistributedDataParallel._get_ddp_logging_dat
 """Returns what a `DistributedDataParallel` module reports about itself, such as `comm_hook`."""
 ProcessGroupGloo: Any = distributed_c10d.ProcessGroupGloo
 
+require("torch", _distributed_c10d, "_dump_fr_trace_json")
 require("torch", ProcessGroupGloo, "_Options", "create_device", "create_default_device")
 require("torch", ProcessGroupGloo._Options, "_threads", "_timeout", "_devices")
+
+
+def recorded_collectives() -> bytes:
+    """Returns the last collectives of this process by torch's flight recorder, as its JSON: of NCCL if it has any."""
+    recorder: Any = _distributed_c10d
+    on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    # A build for CPUs has no NCCL.
+    return bytes(recorder._dump_nccl_trace_json() if on_gpu else recorder._dump_fr_trace_json())
+
+
+def last_collective(recorded: bytes) -> tuple[int, str]:
+    """Returns how many collectives a process has begun, and the last of them in words, of what is recorded."""
+    entries = json.loads(recorded or b"{}").get("entries", [])
+    if not entries:
+        return 0, ""
+    last = max(entries, key=lambda entry: entry["record_id"])
+    group = last["process_group"][1]
+    return last[
+        "record_id"
+    ] + 1, f"{last['collective_seq_id']} of {group}, {last['profiling_name']} of {last['input_sizes']}"
 
 
 @functools.cache

@@ -1,0 +1,299 @@
+"""Watches where ranks stand: names the rank that others wait for, and ends a run in which none gets on.
+
+Each rank tells the others, in the store of the process group, at which step and phase it is. A thread does it, because
+the main thread may wait in a collective for ever. What a rank does itself is told apart from what it waits for: time in
+`data` is its own, and on a CPU so is the time in which its main thread runs or would run if a core were free.
+"""
+
+import faulthandler
+import itertools
+import os
+import socket
+import sys
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Any, Self
+
+from finetune.config.recipe_schema import GuardSection
+from finetune.distributed.backend import Backend
+from finetune.distributed.rank_notes import RankNotes
+from finetune.monitoring.rank_progress import (
+    CALLER,
+    OUTSIDE,
+    RANKS,
+    OwnWork,
+    Position,
+    Straggler,
+    find_straggler,
+    stall_text,
+    straggler_line,
+)
+from finetune.utils import orphan_watch
+from finetune.utils.atomic_files import write_json
+from finetune.utils.compat import torch_private
+from finetune.utils.errors import FinetuneError
+from finetune.utils.exit_codes import FAILED, print_error
+
+STALLS = "stalls"
+"""Folder of a run directory with the stacks of ranks that came no further."""
+
+_TICK_S = 1.0
+# A stall is so many times what a step usually takes, and outside of steps, where a first save may take long, so many
+# times that.
+_USUAL, _OUTSIDE = 10, 6
+# Ranks are compared over so many seconds and steps at least; one that is behind twice in a row is named.
+_COMPARED_S, _COMPARED_STEPS = 5.0, 5
+# So long one that leads waits for what others have to say, and others for what it makes of that.
+_ANSWER_S = 5.0
+# What waits for others, or does as it is told: of no interest in a stack.
+_LIBRARIES = (os.path.dirname(threading.__file__), os.sep + "site-packages" + os.sep)
+
+_numbers = itertools.count()
+
+
+class RankWatch:
+    """What a rank tells the others while it trains, and what it learns from them.
+
+    Args:
+        step: Steps that were taken before.
+        warn: Called on rank 0 with a line about a rank that others wait for.
+        alert: Called with an event and its text, from another thread.
+    """
+
+    def __init__(
+        self,
+        guard: GuardSection,
+        backend: Backend,
+        directory: Path,
+        *,
+        step: int,
+        warn: Callable[[str], None],
+        alert: Callable[[str, str], None],
+    ) -> None:
+        self._guard, self._directory, self._warn, self._alert = guard, directory, warn, alert
+        self._rank, self._world_size = backend.rank, backend.world_size
+        # The host's thread spins while it waits for a GPU.
+        self._knows_busy = backend.device.type == "cpu"
+        self._name = f"watch-{next(_numbers)}"
+        self._place = _place(self._rank)
+        now = time.monotonic()
+        self._at = (step, CALLER, 0, now)
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._work, self._first_step = OwnWork(0, 0.0, 0.0, 0.0), step
+        self._busy_s, self._running_since = 0.0, 0.0
+        self._step_ends: deque[float] = deque(maxlen=32)
+        self._main = threading.current_thread()
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._looked = now
+        self._compared: list[OwnWork] | None = None
+        self._suspect: int | None = None
+        self._named: Straggler | None = None
+
+    def __enter__(self) -> Self:
+        self._main = threading.current_thread()
+        self._over.clear()
+        self._running_since = self._own_seconds()
+        self.mark("other")
+        if self._rank == 0:
+            with suppress(OSError):  # of a start before
+                (self._directory / RANKS).unlink(missing_ok=True)
+        self._thread = threading.Thread(target=self._run, name="rank watch", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join(2 * _TICK_S)
+        faulthandler.cancel_dump_traceback_later()
+
+    def mark(self, phase: str) -> None:
+        """Notes that a phase begins; costs a microsecond."""
+        step, before, marks, since = self._at
+        now = time.monotonic()
+        self._seconds[before] += now - since
+        if (phase in OUTSIDE) != (before in OUTSIDE):
+            running = self._own_seconds()
+            if before not in OUTSIDE:
+                self._busy_s += running - self._running_since
+            self._running_since = running
+        self._at = step, phase, marks + 1, now
+
+    def step_taken(self, step: int) -> None:
+        """Notes that a step is done."""
+        _, phase, marks, since = self._at
+        self._at = step, phase, marks, since
+        now, running = time.monotonic(), self._own_seconds()
+        self._step_ends.append(now)
+        self._busy_s, self._running_since = self._busy_s + running - self._running_since, running
+        outside = self._seconds["aside"] + self._seconds[CALLER]
+        inside = sum(self._seconds.values()) + now - since - outside
+        self._work = OwnWork(step - self._first_step, inside, self._seconds["data"], self._busy_s)
+
+    def _own_seconds(self) -> float:
+        """Returns how long this thread has run, or waited for a free core."""
+        if not self._knows_busy:
+            return 0.0
+        try:
+            # Source: the kernel's Documentation/scheduler/sched-stats.rst.
+            with open("/proc/thread-self/schedstat", encoding="ascii") as file:
+                return sum(int(number) for number in file.read().split()[:2]) / 1e9
+        except (OSError, ValueError):
+            return time.thread_time()
+
+    def _position(self, *, fully: bool = False) -> Position:
+        """Returns where this rank is; `fully` with its line of code and its last collective."""
+        step, phase, marks, since = self._at
+        found = (0, "", "")
+        if fully:
+            found = (*torch_private.last_collective(torch_private.recorded_collectives()), _line_of(self._main))
+        return Position(self._place, step, phase, marks, time.monotonic() - since, *found)
+
+    def _run(self) -> None:
+        # The store is gone when rank 0 ends, or its machine is lost: the launcher sees to that.
+        with suppress(RuntimeError):
+            notes = RankNotes(self._rank, self._world_size)
+            self._tick(notes)
+            while not self._over.wait(_TICK_S):
+                self._tick(notes)
+
+    def _tick(self, notes: RankNotes) -> None:
+        notes.write(f"{self._name}/at/{self._rank}", asdict(self._position()) | {"work": asdict(self._work)})
+        limit_s = self._limit_s()
+        if limit_s is not None:
+            # By torch's own thread, for a main thread that keeps Python's lock; put off as long as this thread runs.
+            faulthandler.dump_traceback_later(limit_s + _ANSWER_S, file=sys.__stderr__ or 2)
+        key = f"{self._name}/stall"
+        stall = notes.read([key]).get(key)
+        if stall is None and limit_s is not None and self._position().for_s > limit_s:
+            folder = f"{STALLS}/{time.strftime('%Y%m%d-%H%M%S')}"
+            stall = notes.write_first(key, {"rank": self._rank, "folder": folder})
+        if stall is not None and not self._over.is_set():
+            self._end(notes, stall["rank"], self._directory / stall["folder"])
+        if self._rank == 0 and self._world_size > 1:
+            self._look_at_ranks(notes)
+
+    def _limit_s(self) -> float | None:
+        """Returns how long a rank may stay in its phase; None for ever."""
+        phase = self._at[1]
+        if self._guard.stall_s is None or phase == CALLER or not self._step_ends:
+            return None
+        limit_s = max(self._guard.stall_s, _USUAL * self._usual_s())
+        return limit_s * _OUTSIDE if phase == "aside" else limit_s
+
+    def _usual_s(self) -> float:
+        """Returns what a step usually takes; 0 before there are two."""
+        ends = list(self._step_ends)
+        return median(later - earlier for earlier, later in itertools.pairwise(ends)) if len(ends) > 1 else 0.0
+
+    def _look_at_ranks(self, notes: RankNotes) -> None:
+        """Writes where all ranks are, and compares their work since they were compared last."""
+        now = time.monotonic()
+        if now - self._looked < _COMPARED_S:
+            return
+        self._looked = now
+        found = notes.read([f"{self._name}/at/{rank}" for rank in range(self._world_size)])
+        if len(found) < self._world_size:
+            return
+        ranks, works = list(found.values()), [OwnWork(**at["work"]) for at in found.values()]
+        steps = [work.since(before) for work, before in zip(works, self._compared or works, strict=True)]
+        if self._compared is None or min(step.steps for step in steps) >= _COMPARED_STEPS:
+            if self._compared is not None and self._guard.straggler is not None:
+                self._judge(find_straggler(steps, self._guard.straggler), ranks)
+            self._compared = works
+        shown = [{key: at[key] for key in ("place", "step", "phase", "marks", "for_s")} for at in ranks]
+        behind = None if self._named is None else straggler_line(self._named, ranks[self._named.rank]["place"])
+        with suppress(OSError):
+            write_json(self._directory / RANKS, {"time": round(time.time(), 3), "ranks": shown, "behind": behind})
+
+    def _judge(self, found: Straggler | None, ranks: Sequence[dict[str, Any]]) -> None:
+        """Names a rank that was behind twice in a row, once."""
+        suspect = None if found is None else found.rank
+        before, self._suspect = self._suspect, suspect
+        named = None if self._named is None else self._named.rank
+        if found is not None and suspect == before:
+            self._named = found
+            if suspect != named:
+                text = straggler_line(found, ranks[found.rank]["place"])
+                self._warn(f"after step {ranks[found.rank]['step']}: {text}")
+                self._alert("straggler", text)
+        elif suspect is None and before is None and self._named is not None:
+            self._warn(f"after step {ranks[0]['step']}: {ranks[self._named.rank]['place']} is no longer behind")
+            self._named = None
+
+    def _end(self, notes: RankNotes, leader: int, folder: Path) -> None:
+        """Writes down what this rank is at, and ends the process once all have; one of them says why."""
+        faulthandler.cancel_dump_traceback_later()
+        at = self._position(fully=True)
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            with (folder / f"rank-{self._rank}.txt").open("w", encoding="utf-8") as file:
+                faulthandler.dump_traceback(file)
+            (folder / f"rank-{self._rank}.collectives.json").write_bytes(torch_private.recorded_collectives())
+        text = f"{at.place} has come no further for {at.for_s:.0f} s, and the store that ranks share is gone."
+        # The end comes in any case.
+        with suppress(RuntimeError):
+            notes.write(f"{self._name}/stalled/{self._rank}", asdict(at))
+            key = f"{self._name}/verdict"
+            if self._rank == leader:
+                text = self._verdict(notes, folder)
+                notes.write(key, text)
+            elif (found := _wait_for(notes, [key], 2 * _ANSWER_S)).get(key):
+                text = found[key]
+        _within(_ANSWER_S / 2, lambda: print_error(FinetuneError(text)))
+        if self._rank == leader:
+            _within(2 * _ANSWER_S, lambda: self._alert("stalled", text))
+        with suppress(RuntimeError):
+            notes.write(f"{self._name}/left/{self._rank}", True)
+            if self._rank == 0:  # which may host the store
+                _wait_for(notes, [f"{self._name}/left/{rank}" for rank in range(self._world_size)], _ANSWER_S / 2)
+        os._exit(FAILED)
+
+    def _verdict(self, notes: RankNotes, folder: Path) -> str:
+        """Returns the paragraph that names the rank that is behind."""
+        keys = {f"{self._name}/stalled/{rank}": rank for rank in range(self._world_size)}
+        answers = {keys[key]: Position(**at) for key, at in _wait_for(notes, list(keys), _ANSWER_S).items()}
+        silent = {}
+        for rank in set(range(self._world_size)) - set(answers):
+            key = f"{self._name}/at/{rank}"
+            at = notes.read([key]).get(key, {})
+            last = Position(**{name: at[name] for name in at if name != "work"}) if at else None
+            silent[f"rank {rank}" if last is None else last.place] = last
+        return stall_text(list(answers.values()), silent, self._usual_s(), folder)
+
+
+def _place(rank: int) -> str:
+    """Returns a rank's name for people."""
+    machine = f" on machine {os.environ.get('GROUP_RANK', '0')} ({socket.gethostname()})"
+    return f"rank {rank}{machine if orphan_watch.on_several_machines() else ''}"
+
+
+def _line_of(thread: threading.Thread) -> str:
+    """Returns the innermost line that a thread is at in code that is no library's, or in any."""
+    frame = innermost = sys._current_frames().get(thread.ident or 0)
+    while frame is not None and any(part in frame.f_code.co_filename for part in _LIBRARIES):
+        frame = frame.f_back
+    found = frame or innermost
+    return "" if found is None else f"{found.f_code.co_filename}:{found.f_lineno} ({found.f_code.co_name})"
+
+
+def _wait_for(notes: RankNotes, names: Sequence[str], limit_s: float) -> dict[str, Any]:
+    """Returns those of some notes that come within a time."""
+    end = time.monotonic() + limit_s
+    while len(found := notes.read(names)) < len(names) and time.monotonic() < end:
+        time.sleep(0.1)
+    return found
+
+
+def _within(limit_s: float, work: Callable[[], None]) -> None:
+    """Does something that may not come to its end, such as a write to a pipe that nobody reads."""
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(limit_s)
