@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -229,32 +230,37 @@ class RankWatch:
             self._named = None
 
     def _end(self, notes: RankNotes, leader: int, folder: Path) -> None:
-        """Writes down what this rank is at, and ends the process once all have; one of them says why."""
+        """Ends the process, once all ranks have written down what they are at, and one has said why."""
         faulthandler.cancel_dump_traceback_later()
-        at = self._position(fully=True)
+        try:
+            self._say_farewell(notes, leader, folder)
+        except Exception:  # The end comes in any case.
+            traceback.print_exc()
+        os._exit(FAILED)
+
+    def _say_farewell(self, notes: RankNotes, leader: int, folder: Path) -> None:
+        at, recorded = self._position(fully=True), torch_private.recorded_collectives()
         with suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
             with (folder / f"rank-{self._rank}.txt").open("w", encoding="utf-8") as file:
                 faulthandler.dump_traceback(file)
-            (folder / f"rank-{self._rank}.collectives.json").write_bytes(torch_private.recorded_collectives())
+            (folder / f"rank-{self._rank}.collectives.json").write_bytes(recorded)
         text = f"{at.place} has come no further for {at.for_s:.0f} s, and the store that ranks share is gone."
-        # The end comes in any case.
         with suppress(RuntimeError):
             notes.write(f"{self._name}/stalled/{self._rank}", asdict(at))
             key = f"{self._name}/verdict"
             if self._rank == leader:
                 text = self._verdict(notes, folder)
                 notes.write(key, text)
-            elif (found := _wait_for(notes, [key], 2 * _ANSWER_S)).get(key):
-                text = found[key]
-        _within(_ANSWER_S / 2, lambda: print_error(FinetuneError(text)))
+            else:
+                text = _wait_for(notes, [key], 3 * _ANSWER_S).get(key, text)
+        _within(_ANSWER_S, lambda: print_error(FinetuneError(text)))
         if self._rank == leader:
             _within(2 * _ANSWER_S, lambda: self._alert("stalled", text))
         with suppress(RuntimeError):
             notes.write(f"{self._name}/left/{self._rank}", True)
             if self._rank == 0:  # which may host the store
-                _wait_for(notes, [f"{self._name}/left/{rank}" for rank in range(self._world_size)], _ANSWER_S / 2)
-        os._exit(FAILED)
+                _wait_for(notes, [f"{self._name}/left/{rank}" for rank in range(self._world_size)], _ANSWER_S)
 
     def _verdict(self, notes: RankNotes, folder: Path) -> str:
         """Returns the paragraph that names the rank that is behind."""
