@@ -29,10 +29,12 @@ LAUNCHES = {
     "zero3": 3,
 }
 # Stages 1 and 2 hold all but gradients alike, and copies of shards what shards hold: of these each takes a part of the
-# recipes, and stage 2 with stage 1, or hsdp with fsdp, takes all.
+# recipes, and stage 2 with stage 1, or hsdp with fsdp, takes all. Stage 3 takes one of those that differ in optimiser,
+# accumulation or format alone.
 PARTS = {
     "zero1": ("full", "momentum", "lora", "nf4", "frozen", "bert"),
     "zero2": ("full", "accumulated", "wide", "lora_stored", "gpt2_lora", "fp4", "int8"),
+    "zero3": ("full", "wide", "lora_stored", "gpt2_lora", "nf4", "int8", "frozen", "bert"),
     "hsdp": ("full", "accumulated", "lora", "nf4", "frozen"),
 }
 
