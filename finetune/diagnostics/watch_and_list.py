@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 from rich.text import Text
 
-from finetune.checkpoint.run_history import RunHistory, RunReader, Series, loss_curves, read_run
+from finetune.checkpoint.run_history import MachineHistory, RunHistory, RunReader, Series, loss_curves, read_run
 from finetune.config.recipe_schema import ranking
 from finetune.diagnostics.run_report import one_run
 from finetune.diagnostics.run_report.charts import running_mean
@@ -69,6 +69,8 @@ def run_screen(run: RunHistory, width: int) -> RenderableType:
     if (plot := loss_plot(run, width)) is not None:
         blocks.append(plot)
     blocks.append(_figures(run))
+    if run.machines:
+        blocks.append(Group(*map(_machine_line, run.machines)))
     if run.samples:
         last = run.samples[-1]
         head = Text(f"sample at step {last.step:,}", style="dim")
@@ -111,6 +113,24 @@ def _figures(run: RunHistory) -> RenderableType:
         cells.append((key.replace("_", " "), f"{one_run.format_number(value)} (step {step:,})"))
     longest = max(len(name) for name, _ in cells)
     return Columns([Text.assemble((f"{name:<{longest}}  ", "dim"), value) for name, value in cells], (0, 2), equal=True)
+
+
+def _machine_line(machine: MachineHistory) -> Text:
+    """Returns the newest figures of a machine: rates in MiB/s, in and out, read and written."""
+
+    def newest(key: str) -> str:
+        value = machine.newest(key)
+        return one_run.format_number(value if abs(value) < 1000 else round(value), 3)
+
+    line = Text(no_wrap=True, overflow="ellipsis")
+    line.append(f"machine {machine.name}  ", style="dim")
+    line.append(f"CPU {newest('cpu_percent')}%  RAM {newest('memory_used_gib')}/{newest('memory_total_gib')} GiB")
+    if machine.has_gpus:
+        line.append(f"  GPU {newest('gpu_percent')}% {newest('gpu_temperature_c')}°C {newest('gpu_sm_clock_mhz')} MHz")
+    line.append(f"  net {newest('received_mib_s')}/{newest('sent_mib_s')} MiB/s")
+    line.append(f"  disk {newest('disk_read_mib_s')}/{newest('disk_written_mib_s')} MiB/s")
+    line.append(f", {newest('disk_free_gib')} GiB free")
+    return line
 
 
 def loss_plot(run: RunHistory, width: int) -> Text | None:

@@ -108,7 +108,7 @@ def _draw_picture(chart: Chart, name: str, file: Path) -> None:
         axes.axvline(mark.step, color="grey", linewidth=0.8, linestyle=":")
     # A dollar sign would begin a formula.
     axes.set_title(f"{chart.title} – {name}".replace("$", r"\$"))
-    axes.set(xlabel="step", ylabel=chart.unit)
+    axes.set(xlabel=chart.axis or "step", ylabel=chart.unit)
     axes.grid(visible=True)
     if chart.from_zero:
         axes.set_ylim(bottom=0)
