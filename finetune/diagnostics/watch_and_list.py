@@ -74,10 +74,8 @@ def run_screen(run: RunHistory, width: int) -> RenderableType:
     if run.samples:
         last = run.samples[-1]
         head = Text(f"sample at step {last.step:,}", style="dim")
-        # Control characters, which could move the cursor, are shown as spaces.
-        clean = "".join(letter if letter.isprintable() or letter == "\n" else " " for letter in last.text)
         room = max(20, width - 2)
-        lines = [line.plain.rstrip() for line in Text(clean).wrap(Console(width=room), room)]
+        lines = [line.plain.rstrip() for line in Text(_printable(last.text)).wrap(Console(width=room), room)]
         if len(lines) > _SAMPLE_LINES:
             lines[_SAMPLE_LINES - 1 :] = [f"{lines[_SAMPLE_LINES - 1][: room - 2]} …"]
         blocks.append(Group(head, Text("\n".join(f"  {line}" for line in lines))))
@@ -115,15 +113,19 @@ def _figures(run: RunHistory) -> RenderableType:
     return Columns([Text.assemble((f"{name:<{longest}}  ", "dim"), value) for name, value in cells], (0, 2), equal=True)
 
 
+def _printable(text: str) -> str:
+    """Returns a text with spaces for control characters, which could move the cursor."""
+    return "".join(letter if letter.isprintable() or letter == "\n" else " " for letter in text)
+
+
 def _machine_line(machine: MachineHistory) -> Text:
     """Returns the newest figures of a machine: rates in MiB/s, in and out, read and written."""
 
     def newest(key: str) -> str:
-        value = machine.newest(key)
-        return one_run.format_number(value if abs(value) < 1000 else round(value), 3)
+        return one_run.format_number(machine.newest(key), 3)
 
     line = Text(no_wrap=True, overflow="ellipsis")
-    line.append(f"machine {machine.name}  ", style="dim")
+    line.append(f"machine {_printable(machine.name)}  ", style="dim")
     line.append(f"CPU {newest('cpu_percent')}%  RAM {newest('memory_used_gib')}/{newest('memory_total_gib')} GiB")
     if machine.has_gpus:
         line.append(f"  GPU {newest('gpu_percent')}% {newest('gpu_temperature_c')}°C {newest('gpu_sm_clock_mhz')} MHz")

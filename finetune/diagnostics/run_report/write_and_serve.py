@@ -81,7 +81,7 @@ def write_report(directories: Sequence[Path], to: Path | None = None, *, price: 
         file.parent.mkdir(parents=True, exist_ok=True)
         atomic_files.write_text(file, page.page_of(shown))
         name = runs[0][0] if len(runs) == 1 else f"{len(runs)} runs"
-        pictures = [(chart, file.with_name(f"{file.stem}-{chart.key}.png")) for chart in shown.charts]
+        pictures = [(c, file.with_name(f"{file.stem}-{c.key}.png")) for c in shown.charts if not c.axis]
         for chart, picture in pictures:
             _draw_picture(chart, name, picture)
     except OSError as error:
@@ -108,7 +108,7 @@ def _draw_picture(chart: Chart, name: str, file: Path) -> None:
         axes.axvline(mark.step, color="grey", linewidth=0.8, linestyle=":")
     # A dollar sign would begin a formula.
     axes.set_title(f"{chart.title} – {name}".replace("$", r"\$"))
-    axes.set(xlabel=chart.axis or "step", ylabel=chart.unit)
+    axes.set(xlabel="step", ylabel=chart.unit)
     axes.grid(visible=True)
     if chart.from_zero:
         axes.set_ylim(bottom=0)
