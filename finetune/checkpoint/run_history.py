@@ -140,10 +140,6 @@ class MachineHistory:
         """True if the driver told something of its GPUs."""
         return any(np.isfinite(self.samples[key]).any() for key in SAMPLED_GPUS)
 
-    def newest(self, key: str) -> float:
-        """The last sample's value; NaN if it has none."""
-        return float(self.samples[key][-1])
-
 
 @dataclass(frozen=True)
 class RunHistory:

@@ -3,6 +3,7 @@
 import math
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,7 +71,7 @@ def run_screen(run: RunHistory, width: int) -> RenderableType:
         blocks.append(plot)
     blocks.append(_figures(run))
     if run.machines:
-        blocks.append(Group(*map(_machine_line, run.machines)))
+        blocks.append(_machines_table(run.machines))
     if run.samples:
         last = run.samples[-1]
         head = Text(f"sample at step {last.step:,}", style="dim")
@@ -118,21 +119,25 @@ def _printable(text: str) -> str:
     return "".join(letter if letter.isprintable() or letter == "\n" else " " for letter in text)
 
 
-def _machine_line(machine: MachineHistory) -> Text:
-    """Returns the newest figures of a machine: rates in MiB/s, in and out, read and written."""
+def _machines_table(machines: Sequence[MachineHistory]) -> Table:
+    """Returns the newest figures of machines, a line each; what a machine receives and reads comes first."""
+    shown = plain_table("machine", "CPU", "memory GiB", "GPU", "net MiB/s", "disk MiB/s", "free GiB")
+    for machine in machines:
 
-    def newest(key: str) -> str:
-        return one_run.format_number(machine.newest(key), 3)
+        def newest(*keys: str, of: MachineHistory = machine) -> str:
+            return "/".join(one_run.format_number(float(of.samples[key][-1]), 3) for key in keys)
 
-    line = Text(no_wrap=True, overflow="ellipsis")
-    line.append(f"machine {_printable(machine.name)}  ", style="dim")
-    line.append(f"CPU {newest('cpu_percent')}%  RAM {newest('memory_used_gib')}/{newest('memory_total_gib')} GiB")
-    if machine.has_gpus:
-        line.append(f"  GPU {newest('gpu_percent')}% {newest('gpu_temperature_c')}°C {newest('gpu_sm_clock_mhz')} MHz")
-    line.append(f"  net {newest('received_mib_s')}/{newest('sent_mib_s')} MiB/s")
-    line.append(f"  disk {newest('disk_read_mib_s')}/{newest('disk_written_mib_s')} MiB/s")
-    line.append(f", {newest('disk_free_gib')} GiB free")
-    return line
+        gpu = f"{newest('gpu_percent')}% {newest('gpu_temperature_c')}°C"
+        shown.add_row(
+            Text(_printable(machine.name)),
+            f"{newest('cpu_percent')}%",
+            newest("memory_used_gib", "memory_total_gib"),
+            gpu if machine.has_gpus else "–",
+            newest("received_mib_s", "sent_mib_s"),
+            newest("disk_read_mib_s", "disk_written_mib_s"),
+            newest("disk_free_gib"),
+        )
+    return shown
 
 
 def loss_plot(run: RunHistory, width: int) -> Text | None:

@@ -156,11 +156,6 @@ def test_machines_in_a_browser(sampled: Path, tmp_path: Path, browser: Page, wid
         "machine-gpu-clock": 1,
         "machine-gpu-power": 1,
     }
-    # Over their own axis, whatever the others are over.
-    shown.click('[data-axis="tokens"]')
-    chart = "document.querySelector('[data-chart=machine-cpu]')"
-    assert shown.js(f"return [...{chart}.data[0].x]") == [0, 60, 120]
-    assert shown.js(f"return {chart}.querySelector('.xtitle').textContent") == "time since the first sample (s)"
     rows = "[...document.querySelectorAll('#machines tbody tr')].map((row) => row.textContent)"
     first, second = shown.js(f"return {rows}")
     assert first == f"0{EVIL}51 %12.5 of 64 GiB––––––97 %–71 °C640 W"
@@ -173,6 +168,11 @@ def test_machines_in_a_browser(sampled: Path, tmp_path: Path, browser: Page, wid
     assert shown.js("return window.spoiled") is None
     assert shown.console() == []
     assert not list(tmp_path.glob("*machine*.png"))
+    # Over their own axis, whatever the others are over.
+    shown.click('[data-axis="tokens"]')
+    chart = "document.querySelector('[data-chart=machine-cpu]')"
+    assert shown.js(f"return [...{chart}.data[0].x]") == [0, 60, 120]
+    assert shown.js(f"return {chart}.querySelector('.xtitle').textContent") == "time since the first sample (s)"
 
 
 @needs_chromium

@@ -31,7 +31,7 @@ _STYLES: tuple[Style, ...] = ("line", "dashed")
 _NOISY = ("loss", "grad_norm", "tokens_per_s", "step_s", "mfu")
 # Charts of machines: of what, its unit, and the keys of its curves.
 _OF_MACHINES = {
-    "machine-cpu": ("CPU of the machine", "%", {"cpu_percent": ""}),
+    "machine-cpu": ("CPU", "%", {"cpu_percent": ""}),
     "machine-memory": ("Memory", "GiB", {"memory_used_gib": "used", "processes_gib": "by the run's processes"}),
     "machine-network": ("Network", "MiB/s", {"received_mib_s": "received", "sent_mib_s": "sent"}),
     "machine-disk": ("Disk", "MiB/s", {"disk_read_mib_s": "read", "disk_written_mib_s": "written"}),

@@ -198,7 +198,7 @@ def memory_sizes(run: RunHistory, prediction: str | int | None) -> tuple[dict[st
 
 def machines_table(run: RunHistory) -> tuple[list[str], list[list[str]]]:
     """Returns the head and a row for each machine: means of what it did, and the most that it held."""
-    head = ["machine", "host", "CPU, mean", "memory, most", "the run's, most", "received", "sent", "read", "written"]
+    head = ["machine", "host", "CPU, mean", "memory, most", "of it the run's", "received", "sent", "read", "written"]
     head += ["disk, free"]
     gpus = ["GPU, mean", "GPU memory, most", "hottest GPU", "power, mean"]
     if any(machine.has_gpus for machine in run.machines):
