@@ -313,7 +313,7 @@ class RunReader:
         written: list[float] = []
         checkpoints: list[SavedCheckpoint] = []
         recipe: Any = None
-        for name in (METRICS, "ledger.jsonl", INCIDENTS, RUN, "checkpoints"):
+        for name in (METRICS, MACHINES, "ledger.jsonl", INCIDENTS, RUN, "checkpoints"):
             with suppress(OSError):
                 written.append((directory / name).stat().st_mtime)
         store = open_store(directory)
