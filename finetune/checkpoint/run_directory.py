@@ -35,6 +35,7 @@ _JOURNALS = ("metrics.jsonl", "ledger.jsonl", "incidents.jsonl")
 _LEFT = (
     *_JOURNALS,
     *(f"{name}.damaged" for name in _JOURNALS),
+    run_facts.MACHINES,
     "predictions.jsonl",
     run_facts.EXAMPLES,
     "model",

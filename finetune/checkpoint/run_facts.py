@@ -11,7 +11,7 @@ from finetune.utils.atomic_files import Lines, read_whole_lines
 from finetune.utils.errors import CheckpointError, RecipeError
 
 RUN = "run.json"
-METRICS, INCIDENTS, EXAMPLES = "metrics.jsonl", "incidents.jsonl", "examples.json"
+METRICS, INCIDENTS, MACHINES, EXAMPLES = "metrics.jsonl", "incidents.jsonl", "machines.jsonl", "examples.json"
 
 _NUMBER, _TEXT, _OBJECT = (float, type(None)), (str, type(None)), (dict, type(None))
 # What is read of `run.json`. Earlier versions wrote less, so only the starts must be there.

@@ -7,7 +7,8 @@ import re
 import socket
 import time
 from array import array
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -19,7 +20,16 @@ import numpy.typing as npt
 import psutil
 
 from finetune.checkpoint.checkpoint_store import open_store, step_of
-from finetune.checkpoint.run_facts import INCIDENTS, METRICS, RUN, STEP_NUMBERS, Incident, read_facts, read_incidents
+from finetune.checkpoint.run_facts import (
+    INCIDENTS,
+    MACHINES,
+    METRICS,
+    RUN,
+    STEP_NUMBERS,
+    Incident,
+    read_facts,
+    read_incidents,
+)
 from finetune.config.recipe_schema import ranking
 from finetune.utils import json_files, yaml_files
 from finetune.utils.errors import CheckpointError
@@ -40,6 +50,22 @@ _PHASES = ("data_s", "forward_backward_s", "optimizer_s")
 TRAINING = ("step", "epoch", *STEP_NUMBERS, *_PHASES, "peak_memory_gib", "mfu", "skipped_steps", "overflows")
 EVALUATION = ("step", "validation_loss", "validation_perplexity", "validation_accuracy", "validation_targets", "time")
 """Keys of an evaluation; those of metrics, which begin with `validation_` too, follow where there are some."""
+
+SAMPLED = (
+    *("time", "cpu_percent", "memory_used_gib", "memory_total_gib", "processes_gib", "received_mib_s", "sent_mib_s"),
+    *("disk_read_mib_s", "disk_written_mib_s", "disk_free_gib"),
+)
+"""Keys of a sample of a machine."""
+# Of the GPUs of a machine, the one that is worst off; power is that of all.
+_OF_GPUS: dict[str, Callable[[list[float]], float]] = {
+    "percent": min,
+    "memory_used_gib": max,
+    "temperature_c": max,
+    "power_w": sum,
+    "sm_clock_mhz": min,
+}
+SAMPLED_GPUS = tuple(f"gpu_{key}" for key in _OF_GPUS)
+"""Keys of a sample of a machine's GPUs."""
 
 # What may stand in names of files and on a page.
 _METRIC = re.compile(r"validation_[A-Za-z0-9_-]{1,64}")
@@ -93,6 +119,29 @@ class SavedCheckpoint:
 
 
 @dataclass(frozen=True)
+class MachineHistory:
+    """Samples of a machine, as `machines.jsonl` has them."""
+
+    number: int
+    host: str
+    samples: dict[str, Series]
+    """The keys of `SAMPLED` and `SAMPLED_GPUS`, a value a sample; NaN where there is none. `gpu_power_w` is that of all
+    its GPUs, others are of the one that is worst off: least busy, slowest, hottest, fullest."""
+    throttled: dict[str, int]
+    """Samples in which a GPU's clock was held back, by reason."""
+
+    @property
+    def name(self) -> str:
+        """Number and host."""
+        return f"{self.number} {self.host}"
+
+    @property
+    def has_gpus(self) -> bool:
+        """True if the driver told something of its GPUs."""
+        return any(np.isfinite(self.samples[key]).any() for key in SAMPLED_GPUS)
+
+
+@dataclass(frozen=True)
 class RunHistory:
     """Contents of a run's directory."""
 
@@ -110,9 +159,12 @@ class RunHistory:
     starts: tuple[Start, ...]
     checkpoints: tuple[SavedCheckpoint, ...]
     """Checkpoints in the order of steps."""
+    machines: tuple[MachineHistory, ...]
+    """Machines in the order of their numbers; none where `log.system_every_s` took no sample."""
     status: Status
     damaged_lines: int
-    """Lines of `metrics.jsonl` and `incidents.jsonl` that cannot be read, but for a last one that is being written."""
+    """Lines of `metrics.jsonl`, `incidents.jsonl` and `machines.jsonl` that cannot be read, but for a last one that is
+    being written."""
     read_at: float
 
     @property
@@ -233,9 +285,9 @@ class RunReader:
             only_outcome: Read the evaluations, the training line before each, and the newest one: fast for any run.
         """
         self._directory, self._only_outcome = directory, only_outcome
-        # Device and number of the file of metrics, and how much of it is read: of no file yet.
-        self._file: tuple[int, int] | None = (0, 0)
-        self._offset = 0
+        self._metrics_file, self._machines_file = _GrowingFile(directory / METRICS), _GrowingFile(directory / MACHINES)
+        self._machines: dict[int, _MachineSamples] = {}
+        self._damaged_samples = 0
 
     def read(self) -> RunHistory:
         """Returns the run as it is now.
@@ -248,6 +300,8 @@ class RunReader:
         facts = read_facts(directory)
         try:
             self._read_metrics()
+            if not self._only_outcome:
+                self._read_machines()
             journal = read_incidents(directory)
         except OSError as error:
             raise CheckpointError(f"{directory}: its metrics cannot be read: {error.strerror or error}.") from error
@@ -259,7 +313,7 @@ class RunReader:
         written: list[float] = []
         checkpoints: list[SavedCheckpoint] = []
         recipe: Any = None
-        for name in (METRICS, "ledger.jsonl", INCIDENTS, RUN, "checkpoints"):
+        for name in (METRICS, MACHINES, "ledger.jsonl", INCIDENTS, RUN, "checkpoints"):
             with suppress(OSError):
                 written.append((directory / name).stat().st_mtime)
         store = open_store(directory)
@@ -281,30 +335,23 @@ class RunReader:
             incidents=tuple(incidents),
             starts=_starts(facts, training, status, last_written),
             checkpoints=tuple(checkpoints),
+            machines=tuple(
+                MachineHistory(number, found.host, found.columns.arrays(), dict(found.throttled))
+                for number, found in sorted(self._machines.items())
+            ),
             status=status,
-            damaged_lines=self._damaged + len(journal.damaged),
+            damaged_lines=self._damaged + self._damaged_samples + len(journal.damaged),
             read_at=now,
         )
 
     def _read_metrics(self) -> None:
         """Takes in the whole lines since the last time, or all of them if the file is another one."""
-        found, size = None, 0
-        with suppress(FileNotFoundError):
-            facts = (self._directory / METRICS).stat()
-            found, size = (facts.st_dev, facts.st_ino), facts.st_size
         # A restart replaces the file by one without the steps that are taken again.
-        if found != self._file or size < self._offset:
-            self._file, self._offset, self._damaged = found, 0, 0
+        anew, lines = self._metrics_file.read()
+        if anew:
+            self._damaged = 0
             self._training, self._evaluations = _Columns(TRAINING), _Columns(EVALUATION)
             self._samples: list[Sample] = []
-        if found is None:
-            return
-        with (self._directory / METRICS).open("rb") as handle:
-            handle.seek(self._offset)
-            # A line that is being written is left for the next time.
-            content, end, _ = handle.read().rpartition(b"\n")
-        self._offset += len(content) + len(end)
-        lines = content.split(b"\n") if end else []
         for line in _outcome(lines) if self._only_outcome else lines:
             try:
                 self._add_metrics(json_files.parse(line))
@@ -327,6 +374,65 @@ class RunReader:
         elif "sample" in line:
             _drop_from(self._samples, step)
             self._samples.append(Sample(step, str(line["sample"])))
+
+    def _read_machines(self) -> None:
+        """Takes in the samples of machines since the last time."""
+        anew, lines = self._machines_file.read()
+        if anew:
+            self._damaged_samples = 0
+            self._machines = {}
+        for line in lines:
+            try:
+                self._add_sample(json_files.parse(line))
+            except (ValueError, LookupError, TypeError, AttributeError, OverflowError):
+                self._damaged_samples += 1
+
+    def _add_sample(self, line: dict[str, Any]) -> None:
+        number, host, gpus = line["machine"], str(line["host"]), line.get("gpus", [])
+        if type(number) is not int:
+            raise ValueError
+        known = {key: [float(gpu[key]) for gpu in gpus if key in gpu] for key in _OF_GPUS}
+        worst = {f"gpu_{key}": choose(known[key]) for key, choose in _OF_GPUS.items() if known[key]}
+        throttled = {str(reason) for gpu in gpus for reason in gpu.get("throttled", [])}
+        found = self._machines.get(number) or _MachineSamples(_Columns((*SAMPLED, *SAMPLED_GPUS)), Counter())
+        found.columns.add({"time": line["time"], **line, **worst})
+        found.host = host
+        found.throttled.update(throttled)
+        self._machines[number] = found
+
+
+@dataclass
+class _MachineSamples:
+    columns: "_Columns"
+    throttled: Counter[str]
+    host: str = ""
+
+
+class _GrowingFile:
+    """A file of lines that grows, or is replaced, while it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        # Device and number of the file, and how much of it is read: of no file yet.
+        self._file: tuple[int, int] | None = (0, 0)
+        self._offset = 0
+
+    def read(self) -> tuple[bool, list[bytes]]:
+        """Returns whether the file is another one than the last time, and its whole lines that were not read yet."""
+        found, size = None, 0
+        with suppress(FileNotFoundError):
+            facts = self._path.stat()
+            found, size = (facts.st_dev, facts.st_ino), facts.st_size
+        if anew := found != self._file or size < self._offset:
+            self._file, self._offset = found, 0
+        if found is None:
+            return anew, []
+        with self._path.open("rb") as handle:
+            handle.seek(self._offset)
+            # A line that is being written is left for the next time.
+            content, end, _ = handle.read().rpartition(b"\n")
+        self._offset += len(content) + len(end)
+        return anew, content.split(b"\n") if end else []
 
 
 def read_run(directory: Path, *, only_outcome: bool = False) -> RunHistory:

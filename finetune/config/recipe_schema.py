@@ -73,6 +73,8 @@ class LogSection(Section):
     profile: Annotated[PositiveInt | None, "optimiser steps"] = None
     """Profile this many steps after warm-up: a torch trace of each process, and a table of where the time of a step
     goes, in `DIR/profile`."""
+    system_every_s: Annotated[PositiveFloat | None, "seconds"] = 10.0
+    """Seconds between lines of `machines.jsonl`: CPU, memory, network, disk and GPUs of each machine."""
     trackers: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = ()
     """Trackers that also get metrics, samples, recipe and launch, below `DIR/trackers`; `wandb` runs offline unless
     WANDB_MODE says otherwise. Each is an extra of the same name."""

@@ -3,6 +3,7 @@
 import math
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 from rich.text import Text
 
-from finetune.checkpoint.run_history import RunHistory, RunReader, Series, loss_curves, read_run
+from finetune.checkpoint.run_history import MachineHistory, RunHistory, RunReader, Series, loss_curves, read_run
 from finetune.config.recipe_schema import ranking
 from finetune.diagnostics.run_report import one_run
 from finetune.diagnostics.run_report.charts import running_mean
@@ -72,13 +73,13 @@ def run_screen(run: RunHistory, width: int) -> RenderableType:
     blocks.append(_figures(run))
     if run.status == "running" and (behind := read_ranks(run.directory)) is not None:
         blocks.append(Text(behind, style="yellow"))
+    if run.machines:
+        blocks.append(_machines_table(run.machines))
     if run.samples:
         last = run.samples[-1]
         head = Text(f"sample at step {last.step:,}", style="dim")
-        # Control characters, which could move the cursor, are shown as spaces.
-        clean = "".join(letter if letter.isprintable() or letter == "\n" else " " for letter in last.text)
         room = max(20, width - 2)
-        lines = [line.plain.rstrip() for line in Text(clean).wrap(Console(width=room), room)]
+        lines = [line.plain.rstrip() for line in Text(_printable(last.text)).wrap(Console(width=room), room)]
         if len(lines) > _SAMPLE_LINES:
             lines[_SAMPLE_LINES - 1 :] = [f"{lines[_SAMPLE_LINES - 1][: room - 2]} …"]
         blocks.append(Group(head, Text("\n".join(f"  {line}" for line in lines))))
@@ -114,6 +115,32 @@ def _figures(run: RunHistory) -> RenderableType:
         cells.append((key.replace("_", " "), f"{one_run.format_number(value)} (step {step:,})"))
     longest = max(len(name) for name, _ in cells)
     return Columns([Text.assemble((f"{name:<{longest}}  ", "dim"), value) for name, value in cells], (0, 2), equal=True)
+
+
+def _printable(text: str) -> str:
+    """Returns a text with spaces for control characters, which could move the cursor."""
+    return "".join(letter if letter.isprintable() or letter == "\n" else " " for letter in text)
+
+
+def _machines_table(machines: Sequence[MachineHistory]) -> Table:
+    """Returns the newest figures of machines, a line each; what a machine receives and reads comes first."""
+    shown = plain_table("machine", "CPU", "memory GiB", "GPU", "net MiB/s", "disk MiB/s", "free GiB")
+    for machine in machines:
+
+        def newest(*keys: str, of: MachineHistory = machine) -> str:
+            return "/".join(one_run.format_number(float(of.samples[key][-1]), 3) for key in keys)
+
+        gpu = f"{newest('gpu_percent')}% {newest('gpu_temperature_c')}°C"
+        shown.add_row(
+            Text(_printable(machine.name)),
+            f"{newest('cpu_percent')}%",
+            newest("memory_used_gib", "memory_total_gib"),
+            gpu if machine.has_gpus else "–",
+            newest("received_mib_s", "sent_mib_s"),
+            newest("disk_read_mib_s", "disk_written_mib_s"),
+            newest("disk_free_gib"),
+        )
+    return shown
 
 
 def loss_plot(run: RunHistory, width: int) -> Text | None:

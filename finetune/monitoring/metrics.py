@@ -3,7 +3,7 @@
 import math
 import sys
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn
 
 from finetune.distributed.backend import Backend
-from finetune.monitoring.trackers import Trackers
+from finetune.monitoring.trackers import Trackers, add_samples
 from finetune.utils.atomic_files import Journal
 from finetune.utils.console import progress_bar
 from finetune.utils.platforms import peak_bytes
@@ -33,7 +33,8 @@ class Reporter:
         """`trackers` hear what `metrics.jsonl` does, while the reporter is entered."""
         self._main = backend.is_main
         self._num_steps = num_steps
-        self._journal = Journal(directory / "metrics.jsonl")
+        self._journal, self._machines = Journal(directory / "metrics.jsonl"), Journal(directory / "machines.jsonl")
+        self._samples: deque[dict[str, Any]] = deque()  # which trackers hear with the next line
         self._trackers = trackers
         self.console = Console(stderr=True, highlight=False, quiet=quiet or not self._main, soft_wrap=True)
         self._progress: Progress | None = None
@@ -52,8 +53,9 @@ class Reporter:
     def __exit__(self, *_: object) -> None:
         if self._progress is not None:
             self._progress.stop()
-        if (reason := self._journal.close()) is not None:
-            self.warn(f"Cannot write {reason}. Its last lines are lost.")
+        for journal in (self._journal, self._machines):
+            if (reason := journal.close()) is not None:
+                self.warn(f"Cannot write {reason}. Its last lines are lost.")
         self._warn_all(self._trackers.close())
 
     def log(self, values: dict[str, Any]) -> None:
@@ -66,7 +68,16 @@ class Reporter:
             self.warn(f"Cannot write {reason}. It is kept in memory, and tried again.")
         if "validation_loss" in values and self._progress is not None:
             self._progress.update(self._task, validation=f"val {values['validation_loss']:.4f}  ")
-        self._warn_all(self._trackers.add(line))
+        # The thread that samples may add one meanwhile.
+        self._warn_all(
+            self._trackers.add(add_samples(line, [self._samples.popleft() for _ in range(len(self._samples))]))
+        )
+
+    def log_machine(self, sample: dict[str, Any]) -> None:
+        """One line of `machines.jsonl`, on rank 0 and in one thread. Trackers hear it with the next line of metrics."""
+        if (reason := self._machines.write(sample)) is not None:
+            self.warn(f"Cannot write {reason}. It is kept in memory, and tried again.")
+        self._samples.append(sample)
 
     def step(self, step: int, values: dict[str, Any] | None) -> None:
         """Shows that a step is done; `values` on log steps."""

@@ -1,11 +1,13 @@
-"""Writes what `metrics.jsonl` has for TensorBoard, Trackio and Weights & Biases, below the run directory."""
+"""Writes what `metrics.jsonl` and `machines.jsonl` have for TensorBoard, Trackio and Weights & Biases, below the run
+directory."""
 
 import html
 import json
 import math
 import os
 import uuid
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from finetune.utils import json_files
 from finetune.utils.atomic_files import read_whole_lines, remove_path, write_text
 
 _PROJECT = "finetune"
@@ -131,6 +134,7 @@ class Trackers:
     def open(self) -> list[str]:
         """Begins with the lines that there are; returns what failed, to be said."""
         folder, metrics = self._directory / "trackers", self._directory / "metrics.jsonl"
+        machines = self._directory / "machines.jsonl"
         file = folder / "run_id"
 
         def begin(name: str) -> None:
@@ -141,7 +145,8 @@ class Trackers:
             run_id = file.read_text(encoding="utf-8")
             self._open[name] = _KINDS[name](folder / name, self._directory.resolve().name, run_id, self._config)
             if metrics.exists() and (lines := read_whole_lines(metrics).whole):
-                self._open[name].add(lines)
+                samples = read_whole_lines(machines, _is_sample).whole if machines.exists() else []
+                self._open[name].add(list(_add_samples(lines, samples)))
 
         return self._each(self._names, begin)
 
@@ -167,9 +172,36 @@ class Trackers:
         return problems
 
 
+def add_samples(line: dict[str, Any], samples: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Returns a line of metrics with the figures of machines, of which the later ones count.
+
+    They are called `machine/0/cpu_percent`, those of the machine's second GPU `machine/0/gpu/1/power_w`.
+    """
+    for sample in samples:
+        for place, part in [
+            ("", sample),
+            *((f"gpu/{number}/", gpu) for number, gpu in enumerate(sample.get("gpus", ()))),
+        ]:
+            line = line | {f"machine/{sample['machine']}/{place}{key}": value for key, value in _numbers(part).items()}
+    return line
+
+
+def _add_samples(lines: list[dict[str, Any]], samples: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yields lines of metrics, each with the samples since the line before it."""
+    samples = sorted(samples, key=lambda sample: sample["time"])
+    for line in lines:
+        count = bisect_right(samples, line.get("time") or 0.0, key=lambda sample: sample["time"])
+        yield add_samples(line, samples[:count])
+        samples = samples[count:]
+
+
+def _is_sample(line: dict[str, Any]) -> bool:
+    return json_files.shape_mismatch(line, {"machine": int, "time": float, "gpus": [dict]}, ("machine", "time")) is None
+
+
 def _numbers(line: dict[str, Any]) -> dict[str, float]:
     numbers = {key: value for key, value in line.items() if isinstance(value, int | float) and math.isfinite(value)}
-    return {key: value for key, value in numbers.items() if key not in ("step", "time")}
+    return {key: value for key, value in numbers.items() if key not in ("step", "time", "machine")}
 
 
 def _texts(line: dict[str, Any]) -> dict[str, str]:

@@ -11,6 +11,7 @@ import torch
 from finetune.data.rows.feed import Window
 from finetune.distributed.backend import Backend
 from finetune.models.forward_wrapper import unwrap
+from finetune.monitoring.machine_sampler import sample_machines
 from finetune.monitoring.metrics import PhaseTimer
 from finetune.monitoring.nonfinite import spread_nonfinite
 from finetune.monitoring.step_all_reduce import AsyncScalar, StepOutput, StepSync
@@ -53,7 +54,10 @@ def steps(run: BuiltRun) -> Iterator[Step]:
     if run.resume.finished:
         run.reporter.say(finish_run.nothing_left(run.results, last))
         return
-    with run.reporter, run.watch, run.shutdown.listening():
+    sampling = sample_machines(
+        run.backend, run.directory.path, recipe.log.system_every_s, lambda: state.step, run.reporter.log_machine
+    )
+    with run.reporter, run.watch, run.shutdown.listening(), sampling:
         began = time.perf_counter()
         run.checkpoints.note_start(state.step, run.feed.describe(state.step))
         peak_memory = PeakMemoryMonitor(run.backend, run.weight_bytes)

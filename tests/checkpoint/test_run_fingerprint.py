@@ -155,6 +155,7 @@ FREE: dict[str, Any] = {
     "sample.temperature": 0.0,
     "sample.top_k": None,
     "log.every_steps": 7,
+    "log.system_every_s": None,
     "log.trackers": ["tensorboard"],
     "output.dir": "elsewhere",
     "output.overwrite": True,

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 import yaml
 from harness import ROOT
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from inside import Crash, copy, crash_after, mlp, run_here, stop_after
 
 from finetune.checkpoint.run_history import RunReader, read_run
@@ -187,6 +189,70 @@ def test_damaged_lines_are_counted(finished: Path, tmp_path: Path) -> None:
     run = read_run(directory)
     assert run.damaged_lines == 2
     assert run.training["step"].tolist() == list(range(1, 21))
+
+
+def sample(machine: int, time: float, **figures: Any) -> dict[str, Any]:
+    return {"step": 3, "time": time, "machine": machine, "host": f"node{machine}", **figures}
+
+
+def write_samples(directory: Path, samples: list[dict[str, Any]]) -> None:
+    (directory / "machines.jsonl").write_text("".join(json.dumps(one) + "\n" for one in samples))
+
+
+def test_machines(finished: Path, tmp_path: Path) -> None:
+    """A column a figure, with the GPU that is worst off; a machine that came later, and one whose host changed."""
+    directory = copy(finished, tmp_path / "run")
+    assert read_run(directory).machines == ()
+    gpus = [{"percent": 97, "temperature_c": 60, "power_w": 300.5, "throttled": ["power cap"]}]
+    gpus += [{"percent": 12, "temperature_c": 81, "power_w": 100.0, "throttled": ["power cap", "power brake"]}]
+    samples = [sample(0, 10.0, cpu_percent=50.0, gpus=gpus), sample(1, 11.0), sample(0, 20.0, cpu_percent=None)]
+    write_samples(directory, samples[:1])
+    reader = RunReader(directory)
+    assert [machine.name for machine in reader.read().machines] == ["0 node0"]
+    write_samples(directory, [*samples, sample(0, 30.0, gpus=[{}]) | {"host": "spare"}])
+    first, second = reader.read().machines
+    assert (first.name, second.name, first.has_gpus, second.has_gpus) == ("0 spare", "1 node1", True, False)
+    nan = np.nan
+    for key, values in {
+        "time": [10, 20, 30],
+        "cpu_percent": [50, nan, nan],
+        "gpu_percent": [12, nan, nan],
+        "gpu_temperature_c": [81, nan, nan],
+        "gpu_power_w": [400.5, nan, nan],
+        "gpu_sm_clock_mhz": [nan, nan, nan],
+    }.items():
+        np.testing.assert_equal(first.samples[key], values, key)
+    assert first.throttled == {"power cap": 1, "power brake": 1}
+    assert read_run(directory, only_outcome=True).machines == ()
+
+
+VALUES = st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=3)
+DAMAGE = st.recursive(VALUES, lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(), inner, max_size=2))
+
+
+@settings(deadline=None, max_examples=150, suppress_health_check=list(HealthCheck))
+@given(
+    changes=st.dictionaries(st.sampled_from([*sample(0, 1.0), "cpu_percent", "gpus"]), DAMAGE, max_size=3),
+    raw=st.binary(max_size=8),
+)
+def test_damaged_samples_are_left_out(finished: Path, changes: dict[str, Any], raw: bytes) -> None:
+    """Whatever they hold, what is whole is read, all columns of a machine are as long, and what is not is counted."""
+    lines = [sample(7, 10.0, cpu_percent=1.0), sample(7, 20.0) | changes, sample(7, 30.0, cpu_percent=2.0)]
+    written = [json.dumps(line).encode() for line in lines]
+    (finished / "machines.jsonl").write_bytes(
+        b"\n".join([*written[:2], raw.replace(b"\n", b""), written[2], b'{"step": 4'])
+    )
+    try:
+        run = read_run(finished)
+    finally:
+        (finished / "machines.jsonl").unlink()
+    found = {machine.number: machine for machine in run.machines}
+    assert found[7].samples["cpu_percent"][[0, -1]].tolist() == [1.0, 2.0]
+    count = 0
+    for machine in run.machines:
+        (length,) = {len(values) for values in machine.samples.values()}
+        count += length
+    assert count + run.damaged_lines == 4
 
 
 def test_an_older_run_has_no_times(finished: Path, tmp_path: Path) -> None:

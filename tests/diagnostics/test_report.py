@@ -56,6 +56,20 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def sampled(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with samples of two machines."""
+    run = copy(finished, tmp_path_factory.mktemp("sampled") / "run")
+    gpu = {"percent": 97, "temperature_c": 71, "power_w": 640.5, "sm_clock_mhz": 1755, "throttled": ["power cap"]}
+    with (run / "machines.jsonl").open("w") as file:
+        for number in range(3):
+            figures = {"cpu_percent": 50.0 + number, "memory_used_gib": 12.5, "memory_total_gib": 64.0}
+            sample = {"step": number, "time": 1000.0 + 60 * number, "machine": 0, "host": EVIL, **figures}
+            file.write(json.dumps({**sample, "gpus": [gpu]}) + "\n")
+            file.write(json.dumps({**sample, "machine": 1, "host": "node1", "sent_mib_s": 3.0}) + "\n")
+    return run
+
+
+@pytest.fixture(scope="module")
 def talking(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A run on conversations, with samples, and its page as it was while the run went."""
     folder = tmp_path_factory.mktemp("talking")
@@ -127,6 +141,38 @@ def test_a_run_in_a_browser(finished: Path, tmp_path: Path, browser: Page, width
     assert shown.js("return performance.getEntriesByType('resource').length") == 0
     assert shown.js("return window.spoiled") is None
     assert shown.console() == []
+
+
+@needs_chromium
+@pytest.mark.parametrize(("width", "theme"), [(1280, "dark"), (390, "light")])
+def test_machines_in_a_browser(sampled: Path, tmp_path: Path, browser: Page, width: int, theme: str) -> None:
+    shown = browser.open(written(tmp_path, sampled), width=width, theme=theme)
+    assert {key: count for key, count in shown.traces().items() if key.startswith("machine")} == {
+        "machine-cpu": 2,
+        "machine-memory": 2,
+        "machine-network": 1,
+        "machine-gpu": 1,
+        "machine-gpu-temperature": 1,
+        "machine-gpu-clock": 1,
+        "machine-gpu-power": 1,
+    }
+    rows = "[...document.querySelectorAll('#machines tbody tr')].map((row) => row.textContent)"
+    first, second = shown.js(f"return {rows}")
+    assert first == f"0{EVIL}51 %12.5 of 64 GiB––––––97 %–71 °C640 W"
+    assert second == "1node151 %12.5 of 64 GiB––3 MiB/s–––––––"
+    said = shown.js("return document.querySelector('#machines ul').textContent")
+    assert said == f"Machine 0 {EVIL}: the clock of a GPU was held back in 100% of the samples (power cap)."
+    assert shown.violations() == []
+    assert shown.overflow() == 0
+    assert shown.unreachable() == []
+    assert shown.js("return window.spoiled") is None
+    assert shown.console() == []
+    assert not list(tmp_path.glob("*machine*.png"))
+    # Over their own axis, whatever the others are over.
+    shown.click('[data-axis="tokens"]')
+    chart = "document.querySelector('[data-chart=machine-cpu]')"
+    assert shown.js(f"return [...{chart}.data[0].x]") == [0, 60, 120]
+    assert shown.js(f"return {chart}.querySelector('.xtitle').textContent") == "time since the first sample (s)"
 
 
 @needs_chromium

@@ -82,10 +82,20 @@ def test_screen(runs: Path, tmp_path: Path, width: int) -> None:
         file.write(json.dumps({"step": 20, "sample": "Once\x1b[2J upon [red]a time " * 40}) + "\n")
     incident = {"step": 20, "kind": "nonfinite", "in_a_row": 1, "fatal": False, "micro_batches": []}
     (run / "incidents.jsonl").write_text(json.dumps(incident) + "\n")
+    figures = {"cpu_percent": 53.25, "memory_used_gib": 1012.5, "memory_total_gib": 2015.2, "sent_mib_s": 8.0}
+    for number, more in enumerate(({}, {"gpus": [{"percent": 97, "temperature_c": 71, "sm_clock_mhz": 1755}]})):
+        sample = {"step": 20, "time": 9.0, "machine": number, "host": f"no\x1bde[red]{number}", **figures, **more}
+        with (run / "machines.jsonl").open("a") as file:
+            file.write(json.dumps(sample) + "\n")
     said = shown(run, width)
     lines = said.splitlines()
     assert max(map(len, lines)) <= width
-    assert len(lines) <= 36
+    assert len(lines) <= (40 if width > 40 else 60)
+    if width == 200:
+        (head,) = (number for number, line in enumerate(lines) if "net MiB/s" in line)
+        first, second = (line.split() for line in lines[head + 1 : head + 3])
+        assert first == ["0", "no", "de[red]0", "53.2%", "1,012/2,015", "–", "–/8", "–/–", "–"]
+        assert second == ["1", "no", "de[red]1", *first[3:5], "97%", "71°C", *first[6:]]
     for words in ("finished", "20/20", "100%", "validation loss", "sample at step 20", "last incident: step 20"):
         assert words in said, words
     assert "\x1b" not in said

@@ -11,6 +11,8 @@ from machines import Machine, Machines, Program, address
 from ranks import PARAGRAPH, by_finetune, launch_file
 from recipes_for_tests import SGD, base
 
+from finetune.utils.atomic_files import read_lines
+
 pytestmark = [pytest.mark.machines, pytest.mark.xdist_group("machines")]
 
 RECIPE = base(
@@ -19,6 +21,7 @@ RECIPE = base(
     schedule={"name": "constant", "warmup_steps": 0},
     length={"steps": 4},
     batch={"global_size": 8, "micro_size": 1},
+    log={**base().get("log", {}), "system_every_s": 0.02},
 )
 
 # Each backend once, and two of them also in other shapes.
@@ -101,6 +104,11 @@ def test_machines_take_the_path_of_one_process(
     assert facts["starts"][0]["processes"] == number * each
     assert facts["starts"][0]["host"] == "m0"
     assert all(list(cache.iterdir()) for cache in caches), "each machine prepares its own data"
+    samples = read_lines(tmp_path / "run" / "machines.jsonl")
+    sampled = {(sample["machine"], sample["host"]) for sample in samples}
+    assert sampled <= {(machine.number, f"m{machine.number}") for machine in used}
+    # About a hundred samples of each there.
+    assert len(sampled) == number or number < 4
 
 
 def test_a_run_directory_that_is_not_shared_is_refused_on_each_machine(machines: Machines, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from forkserver import ForkServer
 from harness import ROOT
 from recipes_for_tests import base
 
+from finetune.checkpoint.run_history import SAMPLED
 from finetune.monitoring.trackers import Trackers
 from finetune.utils.atomic_files import read_lines, rewrite_lines
 
@@ -66,7 +67,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer, outsi
         schedule={"name": "constant", "warmup_steps": 0},
         eval={"every_steps": 2},
         sample={"prompt": "Once", "max_new_tokens": 4, "every_steps": 2},
-        log={"every_steps": 1, "trackers": list(ALL)},
+        log={"every_steps": 1, "system_every_s": 0.02, "trackers": list(ALL)},
         output={"dir": str(folder / "tracked"), "save_model": False},
     )
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
@@ -175,12 +176,20 @@ def test_each_tracker_has_each_line_once(run: Path, read: Any) -> None:
     lines = read_lines(run / "metrics.jsonl")
     assert [start["from_step"] for start in json.loads((run / "run.json").read_text())["starts"]] == [0, 4]
     found, written, config = read(run)
+    machine = {(key, step): value for key, step, value in found if key.startswith("machine/")}
+    found = [(key, step, value) for key, step, value in found if (key, step) not in machine]
     expected = scalars(lines)
     assert {("loss", 1), ("loss", 6), ("validation_loss", 2), ("validation_loss", 6)} <= expected.keys()
     assert sorted(key[:2] for key in found) == sorted(expected), "each value once"
     for name, step, value in found:
         assert value == pytest.approx(expected[name, step], rel=1e-6)
-    texts = samples(lines)
+    texts, sampled = samples(lines), read_lines(run / "machines.jsonl")
+    # Of two processes on one machine.
+    assert {sample["machine"] for sample in sampled} == {0}
+    known = {f"machine/0/{key}" for key in (*SAMPLED, "gpu/0/percent")}
+    assert {"machine/0/cpu_percent", "machine/0/processes_gib"} <= {key for key, _ in machine} <= known
+    for (key, _), value in machine.items():
+        assert value in [pytest.approx(sample.get(key.removeprefix("machine/0/")), rel=1e-6) for sample in sampled]
     assert written.keys() == texts.keys() == {2, 4, 6}
     for step, text in texts.items():
         assert text in written[step]
@@ -216,6 +225,30 @@ def test_steps_that_are_taken_again_come_once(tmp_path: Path) -> None:
     for read in (of_tensorboard_scalars, of_trackio):
         found = read(tmp_path / "tracked")
         assert sorted(found[0] if isinstance(found, tuple) else found) == [("loss", 1, 5.0), ("loss", 2, 4.5)]
+
+
+def test_machines_are_written_anew_with_the_lines(tmp_path: Path) -> None:
+    """Of the samples since the line before, the newest of each machine; one after the last line waits for another."""
+
+    def sample(time: float, value: float, **more: Any) -> dict[str, Any]:
+        return {"step": 9, "time": time, "machine": 1, "host": "node1", "cpu_percent": value, **more}
+
+    run = tmp_path / "run"
+    run.mkdir()
+    rewrite_lines(run / "metrics.jsonl", [{"step": n, "loss": 5.0, "time": 1000.0 + n} for n in (1, 2, 3)])
+    later = [sample(1004.0, 50.0), {"machine": "x", "time": 1000.5}, {"machine": 0, "time": 1000.5, "gpus": 1}]
+    gpus = [{"percent": 1, "throttled": ["power cap"]}, {"percent": 2}]
+    rewrite_lines(run / "machines.jsonl", [sample(1001.5, 10.0), sample(1001.7, 20.0, gpus=gpus), *later])
+    trackers = Trackers(("trackio",), run, {"recipe": {}, "launch": {}})
+    assert trackers.open() == []
+    (file,) = (run / "trackers" / "trackio").glob("*.db")
+    rows = sqlite3.connect(file).execute("select step, metrics from metrics order by step").fetchall()
+    machine = {"machine/1/cpu_percent": 20.0, "machine/1/gpu/0/percent": 1, "machine/1/gpu/1/percent": 2}
+    assert [(step, json.loads(values)) for step, values in rows] == [
+        (1, {"loss": 5.0}),
+        (2, {"loss": 5.0, **machine}),
+        (3, {"loss": 5.0}),
+    ]
 
 
 def of_tensorboard_scalars(run: Path) -> list[tuple[str, int, float]]:

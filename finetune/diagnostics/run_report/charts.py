@@ -27,7 +27,20 @@ _RED, _GREY = _PALETTE[3], _PALETTE[7]
 # From so many points on, a curve is shown faintly below its running mean.
 _SMOOTH_FROM = 150
 _MEAN_OF = 50
+_STYLES: tuple[Style, ...] = ("line", "dashed")
 _NOISY = ("loss", "grad_norm", "tokens_per_s", "step_s", "mfu")
+# Charts of machines: of what, its unit, and the keys of its curves.
+_OF_MACHINES = {
+    "machine-cpu": ("CPU", "%", {"cpu_percent": ""}),
+    "machine-memory": ("Memory", "GiB", {"memory_used_gib": "used", "processes_gib": "by the run's processes"}),
+    "machine-network": ("Network", "MiB/s", {"received_mib_s": "received", "sent_mib_s": "sent"}),
+    "machine-disk": ("Disk", "MiB/s", {"disk_read_mib_s": "read", "disk_written_mib_s": "written"}),
+    "machine-gpu": ("Utilisation, least busy GPU", "%", {"gpu_percent": ""}),
+    "machine-gpu-memory": ("Memory, fullest GPU", "GiB", {"gpu_memory_used_gib": ""}),
+    "machine-gpu-temperature": ("Temperature, hottest GPU", "°C", {"gpu_temperature_c": ""}),
+    "machine-gpu-clock": ("SM clock, slowest GPU", "MHz", {"gpu_sm_clock_mhz": ""}),
+    "machine-gpu-power": ("Power of all GPUs", "W", {"gpu_power_w": ""}),
+}
 _PHASES = {"data_s": "reading rows", "forward_backward_s": "forward and backward", "optimizer_s": "optimiser"}
 
 
@@ -70,6 +83,8 @@ class Chart:
     logarithmic: bool = False
     """True if the vertical axis can be made logarithmic."""
     from_zero: bool = False
+    axis: str = ""
+    """Title of a horizontal axis of its own, on which `steps` of its curves are places; else it has the page's."""
 
 
 def charts_of(runs: Sequence[tuple[str, RunHistory]]) -> list[Chart]:
@@ -133,7 +148,25 @@ def charts_of(runs: Sequence[tuple[str, RunHistory]]) -> list[Chart]:
         chart("memory", "peak_memory_gib", f"Peak memory of {whose_memory([run for _, run in runs])}, so far", "GiB"),
         chart("mfu", "mfu", "Model FLOPs utilisation", "share"),
     ]
+    if only is not None:
+        shown += _machine_charts(only)
     return [chart for chart in shown if any(np.isfinite(curve.y).any() for curve in chart.curves)]
+
+
+def _machine_charts(run: RunHistory) -> Iterator[Chart]:
+    """Yields charts over the time since the first sample, of all machines over each other."""
+    times = [machine.samples["time"] for machine in run.machines]
+    first = min((float(np.nanmin(time)) for time in times if np.isfinite(time).any()), default=0.0)
+    last = max((float(np.nanmax(time)) for time in times if np.isfinite(time).any()), default=0.0)
+    unit, unit_s = time_unit(last - first)
+    for key, (title, measure, keys) in _OF_MACHINES.items():
+        curves = [
+            _curve(f"machine {machine.name}{part and f', {part}'}", run, (time - first) / unit_s, y, color, style)
+            for machine, time, color in zip(run.machines, times, cycle(_PALETTE), strict=False)
+            for (name, part), style in zip(keys.items(), _STYLES, strict=False)
+            if np.isfinite(y := machine.samples[name]).any()
+        ]
+        yield Chart(key, title, measure, curves, from_zero=True, axis=f"time since the first sample ({unit})")
 
 
 def _curve(name: str, run: RunHistory, steps: Series, y: Series, color: str, style: Style = "line") -> Curve:
@@ -200,7 +233,9 @@ def charts_as_json(charts: Sequence[Chart], runs: Sequence[tuple[str, RunHistory
                 "curves": [
                     {
                         "name": escape(curve.name),
-                        "x": positions(curve.run, curve.steps),
+                        "x": dict.fromkeys(("step", "tokens", "time"), _values_as_json(curve.steps))
+                        if chart.axis
+                        else positions(curve.run, curve.steps),
                         "y": _values_as_json(curve.y),
                         "color": curve.color,
                         "style": curve.style,

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from textwrap import shorten
 from typing import Any
@@ -12,7 +12,7 @@ from rich.filesize import pick_unit_and_suffix
 
 from finetune.checkpoint.best_evaluation import early_stop_sentence
 from finetune.checkpoint.run_facts import EXAMPLES
-from finetune.checkpoint.run_history import STATUSES, RunHistory, Sample, loss_curves
+from finetune.checkpoint.run_history import STATUSES, RunHistory, Sample, Series, loss_curves
 from finetune.checkpoint.trusted_code import NAMED, SHIPPED, check_code
 from finetune.config.recipe import load_recipe
 from finetune.data.data_report import COUNTED, WORDS
@@ -26,6 +26,7 @@ _HELD = {
     "gradients": "gradients, rank 0",
     "optimizer": "optimiser state, rank 0",
 }
+_RATES = ("received_mib_s", "sent_mib_s", "disk_read_mib_s", "disk_written_mib_s")
 # The curve has them all.
 _EVALUATIONS = 8
 _SAMPLES = 12
@@ -193,6 +194,41 @@ def memory_sizes(run: RunHistory, prediction: str | int | None) -> tuple[dict[st
     if told.get("of") == "resident":
         notes.append("On a CPU the peak is resident memory, over what the process held before.")
     return sizes, notes
+
+
+def machines_table(run: RunHistory) -> tuple[list[str], list[list[str]]]:
+    """Returns the head and a row for each machine: means of what it did, and the most that it held."""
+    head = ["machine", "host", "CPU, mean", "memory, most", "of it the run's", "received", "sent", "read", "written"]
+    head += ["disk, free"]
+    gpus = ["GPU, mean", "GPU memory, most", "hottest GPU", "power, mean"]
+    if any(machine.has_gpus for machine in run.machines):
+        head += gpus
+    rows = []
+    for machine in run.machines:
+
+        def figure(key: str, unit: str, of: Callable[[Series], Any] = np.mean, samples: Any = machine.samples) -> str:
+            known = samples[key][np.isfinite(samples[key])]
+            return f"{format_number(float(of(known)), 3)} {unit}" if len(known) else "–"
+
+        cells = [str(machine.number), machine.host, figure("cpu_percent", "%")]
+        cells.append(f"{figure('memory_used_gib', 'of', np.max)} {figure('memory_total_gib', 'GiB', np.max)}")
+        cells.append(figure("processes_gib", "GiB", np.max))
+        cells += [figure(key, "MiB/s") for key in _RATES]
+        cells.append(figure("disk_free_gib", "GiB", np.min))
+        cells += [figure("gpu_percent", "%"), figure("gpu_memory_used_gib", "GiB", np.max)]
+        cells += [figure("gpu_temperature_c", "°C", np.max), figure("gpu_power_w", "W")]
+        rows.append(cells[: len(head)])
+    return head, rows
+
+
+def machine_notes(run: RunHistory) -> list[str]:
+    """Returns why GPUs were slower than they could be, and how often."""
+    return [
+        f"Machine {machine.name}: the clock of a GPU was held back in {count / len(machine.samples['time']):.0%} of "
+        f"the samples ({reason})."
+        for machine in run.machines
+        for reason, count in machine.throttled.items()
+    ]
 
 
 def shown_samples(run: RunHistory) -> list[Sample]:

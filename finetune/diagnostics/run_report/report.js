@@ -50,7 +50,7 @@
       dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
       legend: { orientation: "h", y: 1, yanchor: "bottom" },
       uirevision: `${axis}-${type}`,
-      xaxis: { ...grid, title: { text: state.axes[axis] } },
+      xaxis: { ...grid, title: { text: chart.axis || state.axes[axis] } },
       yaxis: { ...grid, title: { text: chart.unit }, type, rangemode: chart.from_zero ? "tozero" : "normal" },
       shapes: chart.marks.map((mark) => ({ type: "line", yref: "paper", x0: mark.x[axis], x1: mark.x[axis], y0: 0, y1: 1, line: { color: text, width: 1, dash: "dot" } })),
       annotations: chart.marks.map((mark) => ({ yref: "paper", x: mark.x[axis], y: 1, text: mark.sign, hovertext: mark.label, showarrow: false, yanchor: "top", xanchor: "left" })),

@@ -81,7 +81,7 @@ def write_report(directories: Sequence[Path], to: Path | None = None, *, price: 
         file.parent.mkdir(parents=True, exist_ok=True)
         atomic_files.write_text(file, page.page_of(shown))
         name = runs[0][0] if len(runs) == 1 else f"{len(runs)} runs"
-        pictures = [(chart, file.with_name(f"{file.stem}-{chart.key}.png")) for chart in shown.charts]
+        pictures = [(c, file.with_name(f"{file.stem}-{c.key}.png")) for c in shown.charts if not c.axis]
         for chart, picture in pictures:
             _draw_picture(chart, name, picture)
     except OSError as error:
