@@ -330,7 +330,7 @@ def _open_run(
         inputs.directory.create(backend, recipe, facts, begin=begin, examples=partial(_first_examples, data))
     folder = inputs.directory.path
     trackers = Trackers(recipe.log.trackers, folder, {"recipe": recipe.model_dump(mode="json"), "launch": launch})
-    reporter = Reporter(backend, folder, inputs.length.num_steps, trackers=trackers, quiet=quiet)
+    reporter = Reporter(backend, folder, inputs.length.num_steps, trackers=trackers, quiet=quiet, guard=recipe.guard)
     if built.mixes_rows and backend.mesh.size("sp", "tp") > 1:
         reporter.warn(
             "This network has dropout. In rows or layers that are split over ranks it draws other masks than in whole "

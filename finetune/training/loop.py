@@ -49,10 +49,15 @@ def steps(run: BuiltRun) -> Iterator[Step]:
     The results are in `run.results` then. After a request to stop it ends early: a checkpoint is written, and
     `stopped` of the results says why.
     """
-    recipe, state, last = run.recipe, run.state, run.length.num_steps
     if run.resume.finished:
-        run.reporter.say(finish_run.nothing_left(run.results, last))
+        run.reporter.say(finish_run.nothing_left(run.results, run.length.num_steps))
         return
+    with finish_run.alerts_at_end(run):
+        yield from _take_steps(run)
+
+
+def _take_steps(run: BuiltRun) -> Iterator[Step]:
+    recipe, state, last = run.recipe, run.state, run.length.num_steps
     with run.reporter, run.shutdown.listening():
         began = time.perf_counter()
         run.checkpoints.note_start(state.step, run.feed.describe(state.step))

@@ -169,6 +169,8 @@ FREE: dict[str, Any] = {
     "resume.allow": ["seed"],
     "guard.max_skipped_steps": 2,
     "guard.grace_s": 3.0,
+    "guard.alert": "true",
+    "guard.alert_on": ["failed"],
 }
 
 # Keys that are refused without others.
