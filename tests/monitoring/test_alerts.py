@@ -13,11 +13,13 @@ import numpy as np
 import pytest
 import yaml
 from forkserver import until
+from harness import LIMIT_S
 from inside import Done, alone, at_step, mlp, run_here, stop_after
 
 from finetune.cli import main
-from finetune.config.recipe import validate_recipe
+from finetune.config.recipe import load_recipe, validate_recipe
 from finetune.config.recipe_schema import GuardSection
+from finetune.diagnostics.parity.launch_runs import find_launches, write_recipes
 from finetune.monitoring import alerts
 from finetune.training import api, entry_point, finish_run
 from finetune.training.run import BuiltRun
@@ -236,12 +238,12 @@ def test_a_command_that_fails(tmp_path: Path) -> None:
 
 def test_a_command_that_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is killed, with what it has started."""
-    monkeypatch.setattr(alerts, "_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(alerts, "_TIMEOUT_S", 1.5)
     script = write_script(tmp_path, "sleep 1000 & echo $! > child; wait")
     done = run_here(mlp(tmp_path / "run", guard={"alert": str(script)}))
-    assert f"was not sent: {script} has not ended within 0.2 s. The run does not depend on it." in done.said
+    assert f"was not sent: {script} has not ended within 1.5 s. The run does not depend on it." in done.said
     child = Path("/proc", (tmp_path / "child").read_text().strip(), "stat")
-    until(lambda: not child.exists() or child.read_text().split()[2] == "Z")
+    until(lambda: not child.exists() or child.read_text().split()[2] == "Z", LIMIT_S, "its child is killed")
 
 
 # ---------------------------------------------------------------- failures to send
@@ -326,6 +328,12 @@ def test_a_request_to_stop_while_the_last_alert_is_sent(
     run_here(mlp(tmp_path / "run", guard=GUARD), lambda run: handler.append(run.shutdown))
     assert webhook.events == ["finished"]
     assert ended == []
+
+
+def test_runs_that_are_compared_tell_nobody(tmp_path: Path) -> None:
+    recipe = validate_recipe(mlp(tmp_path / "run", guard=GUARD))
+    written = write_recipes(recipe, find_launches("single,ddp"), tmp_path, steps=1, shrink=False)
+    assert [load_recipe(file).guard for file in written.values()] == [GuardSection(max_skipped_steps=2)] * 2
 
 
 # ---------------------------------------------------------------- secrets
