@@ -17,6 +17,7 @@ from finetune.models.forward_wrapper import unwrap
 from finetune.monitoring.alerts import send_alert
 from finetune.training.run import RECENT, BuiltRun
 from finetune.utils.errors import CheckpointError, DivergedError, FinetuneError
+from finetune.utils.exit_codes import lost_peer
 
 # Results that an alert tells.
 _FIGURES = ("train_loss", "validation_loss")
@@ -116,30 +117,32 @@ def rising_loss(first: float | None, recent: Sequence[tuple[int, float]]) -> str
 
 @contextmanager
 def alerts_at_end(run: BuiltRun) -> Iterator[None]:
-    """Sends an alert of how the run ends inside."""
+    """Sends an alert of how the run ends inside, on rank 0 and if the recipe asks for alerts."""
+    if run.recipe.guard.alert is None or not run.backend.is_main:
+        yield
+        return
 
     def send(event: Event, text: str) -> None:
-        if run.backend.is_main:
-            facts = {"run": str(run.directory.path), "step": run.state.step, "num_steps": run.length.num_steps}
-            facts |= {key: run.results[key] for key in _FIGURES if key in run.results}
-            send_alert(run.recipe.guard, event, text, facts, wait=True)
+        facts = {"run": str(run.directory.path), "step": run.state.step, "num_steps": run.length.num_steps}
+        facts |= {key: run.results[key] for key in _FIGURES if key in run.results}
+        send_alert(run.recipe.guard, event, text, facts, wait=True)
 
     try:
         yield
     except Exception as error:
         kinds: dict[type[Exception], Event] = {DivergedError: "diverged", CheckpointError: "write_failed"}
         text = str(error) if isinstance(error, FinetuneError) else f"{type(error).__name__}: {error}"
+        if lost_peer(error):
+            text = f"Another rank is gone; the log of the launch says which. {text[:200]}"
         send(kinds.get(type(error), "failed"), text)
         raise
     with run.shutdown.saved():
         if "stopped" in run.results:
             send("stopped", _stop_sentence(run))
-        else:
-            figures = [
-                f"{name.replace('_', ' ')} {run.results[name]:.4f}"
-                for name in _FIGURES
-                if run.results.get(name) is not None
-            ]
-            early = run.results.get("ended_early")
-            ended = best_evaluation.early_stop_sentence(early) if early else f"ended at step {run.state.step}"
-            send("finished", f"This run {ended}; {', '.join(figures) or 'no loss was read'}.")
+            return
+        read = {key.replace("_", " "): run.results[key] for key in _FIGURES if run.results.get(key) is not None}
+        figures = ", ".join(f"{name} {value:.4f}" for name, value in read.items()) or "no loss was read"
+        early = run.results.get("ended_early")
+        ended = best_evaluation.early_stop_sentence(early) if early else f"ended at step {run.state.step}"
+        rose = " The loss ended above where it began." if run.results.get("loss_rose") else ""
+        send("finished", f"This run {ended}; {figures}.{rose}")
