@@ -379,7 +379,7 @@ class CheckpointManager:
 
     def _warn(self, reason: str | None) -> None:
         if reason is not None:
-            self._reporter.warn(f"Cannot write {reason}. It is kept in memory, and tried again.")
+            self._reporter.warn_unwritten(f"Cannot write {reason}. It is kept in memory, and tried again.")
 
     def _report(self, outcome: SaveOutcome | None) -> None:
         if outcome is None or not self._backend.is_main:
@@ -390,11 +390,13 @@ class CheckpointManager:
                 self._directory.note_checkpoint(outcome.step)
             except (OSError, ValueError) as error:
                 reason = getattr(error, "strerror", None) or error
-                self._reporter.warn(f"Cannot write run.json: {reason}. It is tried again with the next checkpoint.")
+                self._reporter.warn_unwritten(
+                    f"Cannot write run.json: {reason}. It is tried again with the next checkpoint."
+                )
             return
         newest = self.newest_address()
         kept = f"{newest} stays" if newest is not None else "there is no older one"
-        self._reporter.warn(
+        self._reporter.warn_unwritten(
             f"The checkpoint of step {outcome.step} cannot be written: {outcome.error}. Training continues, {kept}, "
             "and the next one is tried when it is due."
         )

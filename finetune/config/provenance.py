@@ -63,12 +63,18 @@ class Origin:
         """
         for override in reversed(self.overrides):
             if concerns_key(override, key):
-                return f"{override} (command line)"
+                return f"{printable(override)} (command line)"
         if problem not in in_file and self.overrides:
             # A conflict between a key of the file and one that was overridden.
             named = [text for text in self.overrides if text.partition("=")[0].rpartition(".")[2] in problem]
-            return f"{' '.join(named or self.overrides)} (command line)"
+            return f"{' '.join(map(printable, named or self.overrides))} (command line)"
         return place_of(key, self.path, places(self.path))
+
+
+def printable(override: str) -> str:
+    """Returns an override without what may be a secret: who is told of a run."""
+    name, _, value = override.partition("=")
+    return f"{name}=…" if concerns_key(override, "guard.alert") and "alert" in name + value else override
 
 
 def concerns_key(override: str, key: str) -> bool:

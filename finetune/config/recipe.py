@@ -21,7 +21,7 @@ from pydantic.fields import FieldInfo
 
 from finetune.config import file_kinds
 from finetune.config.peer_keys import called_here
-from finetune.config.provenance import Origin, concerns_key, place_of, places
+from finetune.config.provenance import Origin, concerns_key, place_of, places, printable
 from finetune.config.recipe_schema import Recipe, Section, ranking, section_in
 from finetune.utils.errors import RecipeError
 from finetune.utils.file_formats import read_text
@@ -212,7 +212,7 @@ def _exclusion(tree: Mapping[str, Any], origin: Origin, key: str, problem: str) 
     typed = {text: name for text in origin.overrides for name in given if concerns_key(text, name)}
     if len(given) < 2 or not typed:
         return ""
-    said = f"{' '.join(typed)} (command line): {problem.removesuffix('.')}"
+    said = f"{' '.join(map(printable, typed))} (command line): {problem.removesuffix('.')}"
     in_file = [name for name in given if name not in typed.values()]
     if not in_file:
         return said

@@ -6,6 +6,7 @@ A text within `Annotated` is the key's unit; numbers have one.
 import json
 import os
 import re
+import shlex
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
 
 from pydantic import (
@@ -130,8 +131,12 @@ class ResumeSection(Section):
     """Keys or sections whose values may differ from those of the checkpoint, such as `optim.lr` or `data`."""
 
 
+Event = Literal["finished", "stopped", "failed", "diverged", "write_failed", "stalled", "straggler"]
+"""An event of a run that an alert can tell of."""
+
+
 class GuardSection(Section):
-    """Limits at which a run ends early, or warns."""
+    """Limits at which a run ends early or warns, and who is told what happens to it."""
 
     max_skipped_steps: Annotated[PositiveInt, "optimiser steps"] = 5
     """Consecutive steps that may be skipped, because a loss or gradient is not finite, before the run ends."""
@@ -143,6 +148,34 @@ class GuardSection(Section):
     what a step takes, and six times as long in evaluations and saves. Null: never."""
     straggler: Annotated[PositiveFloat | None, "share of a step"] = 0.25
     """A rank that the others wait for during more than this share of each step is named. Null: none is."""
+    alert: str | None = None
+    """Who is told what happens to the run: a command, as a shell splits it into words, or `$NAME`, the environment
+    variable of rank 0 that holds the URL of a webhook. Both get JSON."""
+    alert_on: Annotated[tuple[Event, ...], Field(min_length=1)] = get_args(Event)[:-1]
+    """Events to tell of. `write_failed`: a checkpoint or journal cannot be written, as on a full disk. Not told unless
+    it is named: `straggler`, one rank that holds up the others."""
+
+    @field_validator("alert", mode="before")
+    @classmethod
+    def _holds_no_secret(cls, value: Any) -> Any:
+        # No message may repeat the value.
+        if value is None:
+            return value
+        if not isinstance(value, str) or not value.strip():
+            raise ValueError("write a command as one text, or the name of a variable as `$NAME`")
+        if "://" in value:
+            raise ValueError(
+                "a webhook's URL is a secret, and a recipe is copied into run directories, checkpoints and trackers. "
+                "Put it into an environment variable, and write the variable's name: `$NAME`, on a command line in "
+                "single quotes"
+            )
+        if value.startswith("$") and re.fullmatch(r"\$[A-Za-z_][A-Za-z0-9_]*", value) is None:
+            raise ValueError("write an environment variable as `$NAME`, alone; a command is run without a shell")
+        try:
+            shlex.split(value)
+        except ValueError as error:
+            raise ValueError(f"it cannot be split into words: {str(error).lower()}") from error
+        return value
 
 
 class TokenizerSection(Section):

@@ -122,6 +122,7 @@ def replay_step(directory: Path, number: int, *, trust_remote_code: bool = False
             # Differences are looked for afterwards, and reported in words of replay.
             "resume": ran.resume.model_copy(update={"mode": start or "never", "allow": tuple(facts["identity"])}),
             "log": ran.log.model_copy(update={"trackers": ()}),
+            "guard": ran.guard.model_copy(update={"alert": None}),
             "sample": None,
             "eval": EvalSection(),
             "checkpoint": CheckpointSection(),

@@ -12,7 +12,9 @@ import torch
 from rich.console import Console
 from rich.progress import Progress, TextColumn
 
+from finetune.config.recipe_schema import GuardSection
 from finetune.distributed.backend import Backend
+from finetune.monitoring.alerts import send_alert
 from finetune.monitoring.trackers import Trackers, add_samples
 from finetune.utils.atomic_files import Journal
 from finetune.utils.console import progress_bar
@@ -29,9 +31,18 @@ def peak_memory_gib(device: torch.device) -> float:
 class Reporter:
     """Writes metrics on rank 0, and shows progress there: a bar on a terminal, a line for each log step elsewhere."""
 
-    def __init__(self, backend: Backend, directory: Path, num_steps: int, *, trackers: Trackers, quiet: bool) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        directory: Path,
+        num_steps: int,
+        *,
+        trackers: Trackers,
+        quiet: bool,
+        guard: GuardSection,
+    ) -> None:
         """`trackers` hear what `metrics.jsonl` does, while the reporter is entered."""
-        self._main = backend.is_main
+        self._main, self._guard, self._directory = backend.is_main, guard, directory
         self._num_steps = num_steps
         self._journal, self._machines = Journal(directory / "metrics.jsonl"), Journal(directory / "machines.jsonl")
         self._samples: deque[dict[str, Any]] = deque()  # which trackers hear with the next line
@@ -65,7 +76,7 @@ class Reporter:
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
         line = {**finite, "time": round(time.time(), 3)}
         if (reason := self._journal.write(line)) is not None:
-            self.warn(f"Cannot write {reason}. It is kept in memory, and tried again.")
+            self.warn_unwritten(f"Cannot write {reason}. It is kept in memory, and tried again.")
         if "validation_loss" in values and self._progress is not None:
             self._progress.update(self._task, validation=f"val {values['validation_loss']:.4f}  ")
         # The thread that samples may add one meanwhile.
@@ -76,7 +87,7 @@ class Reporter:
     def log_machine(self, sample: dict[str, Any]) -> None:
         """One line of `machines.jsonl`, on rank 0 and in one thread. Trackers hear it with the next line of metrics."""
         if (reason := self._machines.write(sample)) is not None:
-            self.warn(f"Cannot write {reason}. It is kept in memory, and tried again.")
+            self.warn_unwritten(f"Cannot write {reason}. It is kept in memory, and tried again.")
         self._samples.append(sample)
 
     def step(self, step: int, values: dict[str, Any] | None) -> None:
@@ -95,6 +106,12 @@ class Reporter:
         """A line that people must see, on rank 0, also where they asked for errors only."""
         if self._main:
             warn(text)
+
+    def warn_unwritten(self, text: str) -> None:
+        """As `warn`, of what cannot be written, with an alert."""
+        self.warn(text)
+        if self._main:
+            send_alert(self._guard, "write_failed", text, {"run": str(self._directory)})
 
     def _warn_all(self, problems: list[str]) -> None:
         for problem in problems:

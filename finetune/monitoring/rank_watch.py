@@ -24,6 +24,7 @@ from typing import Any, Self
 from finetune.config.recipe_schema import GuardSection
 from finetune.distributed.backend import Backend
 from finetune.distributed.rank_notes import RankNotes
+from finetune.monitoring.alerts import send_alert
 from finetune.monitoring.rank_progress import (
     CALLER,
     OUTSIDE,
@@ -63,8 +64,7 @@ class RankWatch:
 
     Args:
         step: Steps that were taken before.
-        warn: Called on rank 0 with a line about a rank that others wait for.
-        alert: Called with an event and its text, from another thread.
+        warn: Called on rank 0 with a line about a rank that others wait for, by another thread.
     """
 
     def __init__(
@@ -75,9 +75,8 @@ class RankWatch:
         *,
         step: int,
         warn: Callable[[str], None],
-        alert: Callable[[str, str], None],
     ) -> None:
-        self._guard, self._directory, self._warn, self._alert = guard, directory, warn, alert
+        self._guard, self._directory, self._warn = guard, directory, warn
         self._rank, self._world_size = backend.rank, backend.world_size
         # The host's thread spins while it waits for a GPU.
         self._knows_busy = backend.device.type == "cpu"
@@ -224,7 +223,7 @@ class RankWatch:
             if suspect != named:
                 text = straggler_line(found, ranks[found.rank]["place"])
                 self._warn(f"after step {ranks[found.rank]['step']}: {text}")
-                self._alert("straggler", text)
+                send_alert(self._guard, "straggler", text, self._facts())
         elif suspect is None and before is None and self._named is not None:
             self._warn(f"after step {ranks[0]['step']}: {ranks[self._named.rank]['place']} is no longer behind")
             self._named = None
@@ -246,24 +245,27 @@ class RankWatch:
                 faulthandler.dump_traceback(file)
             (folder / f"rank-{self._rank}.collectives.json").write_bytes(recorded)
         text = f"{at.place} has come no further for {at.for_s:.0f} s, and the store that ranks share is gone."
+        speaker = leader
         with suppress(RuntimeError):
             notes.write(f"{self._name}/stalled/{self._rank}", asdict(at))
             key = f"{self._name}/verdict"
             if self._rank == leader:
-                text = self._verdict(notes, folder)
-                notes.write(key, text)
-            else:
-                text = _wait_for(notes, [key], 3 * _ANSWER_S).get(key, text)
+                notes.write(key, self._verdict(notes, folder))
+            if (verdict := _wait_for(notes, [key], 3 * _ANSWER_S).get(key)) is not None:
+                text, speaker = verdict
         _within(_ANSWER_S, lambda: print_error(FinetuneError(text)))
-        if self._rank == leader:
-            _within(2 * _ANSWER_S, lambda: self._alert("stalled", text))
+        if self._rank == speaker:
+            send_alert(self._guard, "stalled", text, self._facts(), wait=True)
         with suppress(RuntimeError):
             notes.write(f"{self._name}/left/{self._rank}", True)
             if self._rank == 0:  # which may host the store
                 _wait_for(notes, [f"{self._name}/left/{rank}" for rank in range(self._world_size)], _ANSWER_S)
 
-    def _verdict(self, notes: RankNotes, folder: Path) -> str:
-        """Returns the paragraph that names the rank that is behind."""
+    def _facts(self) -> dict[str, Any]:
+        return {"run": str(self._directory), "step": self._at[0]}
+
+    def _verdict(self, notes: RankNotes, folder: Path) -> tuple[str, int]:
+        """Returns the paragraph that names the rank that is behind, and the first rank that can still send alerts."""
         keys = {f"{self._name}/stalled/{rank}": rank for rank in range(self._world_size)}
         answers = {keys[key]: Position(**at) for key, at in _wait_for(notes, list(keys), _ANSWER_S).items()}
         silent = {}
@@ -272,7 +274,7 @@ class RankWatch:
             at = notes.read([key]).get(key, {})
             last = Position(**{name: at[name] for name in at if name != "work"}) if at else None
             silent[f"rank {rank}" if last is None else last.place] = last
-        return stall_text(list(answers.values()), silent, self._usual_s(), folder)
+        return stall_text(list(answers.values()), silent, self._usual_s(), folder), min(answers)
 
 
 def _place(rank: int) -> str:

@@ -63,6 +63,15 @@ class ShutdownHandler:
         # An orphan would continue with nobody to see it, and hold the run directory.
         self._request("the launcher is gone", code)
 
+    @contextmanager
+    def saved(self) -> Iterator[None]:
+        """Drops requests meanwhile: all is saved, and there is nothing to end early."""
+        self._ignoring = True
+        try:
+            yield
+        finally:
+            self._ignoring = False
+
     def ignore(self) -> None:
         """From here on signals change nothing: all is saved, and the process is about to end with its own code."""
         self._ignoring = True

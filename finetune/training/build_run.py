@@ -154,9 +154,7 @@ def build_run(recipe: Recipe, *, quiet: bool = False) -> BuiltRun:
         profiler = Profiler(folder, backend.rank, first=resume.step, steps=recipe.log.profile, last=last)
     resume.restore(backend, network, built.optimizer)
     reporter = _open_run(plan, backend, built, identity, resume, quiet)
-    watch = RankWatch(
-        recipe.guard, backend, directory.path, step=resume.step, warn=reporter.warn, alert=lambda event, text: None
-    )
+    watch = RankWatch(recipe.guard, backend, directory.path, step=resume.step, warn=reporter.warn)
     adapter_keys = lora_adapters.adapter_keys(network) if recipe.lora is not None else None
     return BuiltRun(
         recipe=plan.recipe,
@@ -335,7 +333,7 @@ def _open_run(
         inputs.directory.create(backend, recipe, facts, begin=begin, examples=partial(_first_examples, data))
     folder = inputs.directory.path
     trackers = Trackers(recipe.log.trackers, folder, {"recipe": recipe.model_dump(mode="json"), "launch": launch})
-    reporter = Reporter(backend, folder, inputs.length.num_steps, trackers=trackers, quiet=quiet)
+    reporter = Reporter(backend, folder, inputs.length.num_steps, trackers=trackers, quiet=quiet, guard=recipe.guard)
     if built.mixes_rows and backend.mesh.size("sp", "tp") > 1:
         reporter.warn(
             "This network has dropout. In rows or layers that are split over ranks it draws other masks than in whole "

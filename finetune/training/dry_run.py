@@ -11,6 +11,7 @@ from finetune.distributed.strategies.strategy import strategy_of
 from finetune.distributed.tensor_facts import width_of
 from finetune.models import float8, lora_adapters, split_layers
 from finetune.models.forward_wrapper import ForwardWrapper
+from finetune.monitoring.alerts import check_alert
 from finetune.optim import lr_schedule
 from finetune.optim.optimizers import build_optimizer, check_optimizer
 from finetune.planning.model_shapes import with_vocabulary_size
@@ -33,6 +34,7 @@ def check_recipe(recipe: Recipe, launch: Launch, env: Mapping[str, str] = os.env
     check_metrics(recipe.eval.metrics)
     check_optimizer(recipe.optim, cut=launch.cuts_state, flat=launch.flattens)
     float8.check_fp8(recipe)
+    check_alert(recipe.guard, env)
     return config
 
 

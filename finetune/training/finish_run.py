@@ -1,6 +1,7 @@
 """Saves what a run has trained, as it goes and at its end, and says how it ended."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -9,10 +10,17 @@ from typing import Any
 from finetune.checkpoint import best_evaluation
 from finetune.checkpoint.checkpoint_store import name_of
 from finetune.checkpoint.run_facts import read_facts
+from finetune.config.recipe_schema import Event
 from finetune.export import merge, model_card, save_model
 from finetune.export.find_weights import WeightSource
 from finetune.models.forward_wrapper import unwrap
+from finetune.monitoring.alerts import send_alert
 from finetune.training.run import RECENT, BuiltRun
+from finetune.utils.errors import CheckpointError, DivergedError, FinetuneError
+from finetune.utils.exit_codes import lost_peer
+
+# Results that an alert tells.
+_FIGURES = ("train_loss", "validation_loss")
 
 
 def save_checkpoint(run: BuiltRun, *, evaluated: bool, wait: bool) -> None:
@@ -65,13 +73,15 @@ def nothing_left(results: dict[str, Any], num_steps: int) -> str:
 
 def note_stop(run: BuiltRun) -> None:
     """Notes and says that a run stops because it was asked to."""
-    reason = run.results["stopped"] = run.shutdown.reason or "another rank was asked to stop"
+    run.results["stopped"] = run.shutdown.reason or "another rank was asked to stop"
+    run.reporter.say(_stop_sentence(run))
+
+
+def _stop_sentence(run: BuiltRun) -> str:
     kept = run.checkpoints.newest_address()
     saved = "with nothing to save" if kept is None else f"saved in {kept}"
-    run.reporter.say(
-        f"Stopped at step {run.state.step} of {run.length.num_steps} ({reason}), {saved}. The same command resumes "
-        "here."
-    )
+    at = f"step {run.state.step} of {run.length.num_steps} ({run.results['stopped']})"
+    return f"Stopped at {at}, {saved}. The same command resumes here."
 
 
 def note_early_end(run: BuiltRun) -> None:
@@ -103,3 +113,36 @@ def rising_loss(first: float | None, recent: Sequence[tuple[int, float]]) -> str
         f"The loss ended at {later[-1]:.4g}, above the {first:.4g} that it began with: this run has made the model "
         "worse. Lower optim.lr, look at the curve (`finetune report`), and do not use what it wrote."
     )
+
+
+@contextmanager
+def alerts_at_end(run: BuiltRun) -> Iterator[None]:
+    """Sends an alert of how the run ends inside, on rank 0 and if the recipe asks for alerts."""
+    if run.recipe.guard.alert is None or not run.backend.is_main:
+        yield
+        return
+
+    def send(event: Event, text: str) -> None:
+        facts = {"run": str(run.directory.path), "step": run.state.step, "num_steps": run.length.num_steps}
+        facts |= {key: run.results[key] for key in _FIGURES if key in run.results}
+        send_alert(run.recipe.guard, event, text, facts, wait=True)
+
+    try:
+        yield
+    except Exception as error:
+        kinds: dict[type[Exception], Event] = {DivergedError: "diverged", CheckpointError: "write_failed"}
+        text = str(error) if isinstance(error, FinetuneError) else f"{type(error).__name__}: {error}"
+        if lost_peer(error):
+            text = f"Another rank is gone; the log of the launch says which. {text[:200]}"
+        send(kinds.get(type(error), "failed"), text)
+        raise
+    with run.shutdown.saved():
+        if "stopped" in run.results:
+            send("stopped", _stop_sentence(run))
+            return
+        read = {key.replace("_", " "): run.results[key] for key in _FIGURES if run.results.get(key) is not None}
+        figures = ", ".join(f"{name} {value:.4f}" for name, value in read.items()) or "no loss was read"
+        early = run.results.get("ended_early")
+        ended = best_evaluation.early_stop_sentence(early) if early else f"ended at step {run.state.step}"
+        rose = " The loss ended above where it began." if run.results.get("loss_rose") else ""
+        send("finished", f"This run {ended}; {figures}.{rose}")

@@ -50,10 +50,15 @@ def steps(run: BuiltRun) -> Iterator[Step]:
     The results are in `run.results` then. After a request to stop it ends early: a checkpoint is written, and
     `stopped` of the results says why.
     """
-    recipe, state, last = run.recipe, run.state, run.length.num_steps
     if run.resume.finished:
-        run.reporter.say(finish_run.nothing_left(run.results, last))
+        run.reporter.say(finish_run.nothing_left(run.results, run.length.num_steps))
         return
+    with finish_run.alerts_at_end(run):
+        yield from _take_steps(run)
+
+
+def _take_steps(run: BuiltRun) -> Iterator[Step]:
+    recipe, state, last = run.recipe, run.state, run.length.num_steps
     sampling = sample_machines(
         run.backend, run.directory.path, recipe.log.system_every_s, lambda: state.step, run.reporter.log_machine
     )

@@ -136,13 +136,18 @@ def _wait_for_others() -> None:
         return
 
 
+def lost_peer(error: Exception) -> bool:
+    """Tells if an error is that of a collective whose other rank is gone."""
+    return _group_exists() and any(sign in str(error) for sign in _LOST_PEER)
+
+
 def say_failure(error: Exception) -> int:
     """Prints an unexpected error on the rank that raised it; the others only report that they lost a rank.
 
     They wait before they do, so that the launcher sees first which rank it was, reports it, and ends the rest.
     """
     rank = os.environ.get("RANK", "0")
-    if _group_exists() and any(sign in str(error) for sign in _LOST_PEER):
+    if lost_peer(error):
         time.sleep(_LOST_PATIENCE_S)
         reason = " ".join(str(error).split())[:200]
         print(f"\nRank {rank} ends, because another rank is gone: {reason}", file=sys.stderr, flush=True)

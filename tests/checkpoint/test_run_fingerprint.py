@@ -172,6 +172,8 @@ FREE: dict[str, Any] = {
     "guard.grace_s": 3.0,
     "guard.stall_s": 5.0,
     "guard.straggler": None,
+    "guard.alert": "true",
+    "guard.alert_on": ["failed"],
 }
 
 # Keys that are refused without others.

@@ -178,6 +178,16 @@ def test_a_report_of_a_downloaded_run_runs_none_of_its_code(home: Path) -> None:
         assert not ran.exists()
 
 
+def test_a_command_that_is_told_of_a_run_is_no_part_of_what_comes_after(home: Path) -> None:
+    """Nor must it be there."""
+    run = train(home)
+    for command in ("no-such-command", "$NO_SUCH_VARIABLE", f"touch {home}/told"):
+        change_recipe(run, guard={"alert": command})
+        assert end(*REPLAY) == 0, command
+    assert end(*GENERATE) == 0
+    assert not (home / "told").exists()
+
+
 def test_ones_own_run_needs_no_word_wherever_it_is_moved(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(MODEL, home / "base")
     ship_code(home / "base")

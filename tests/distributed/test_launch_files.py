@@ -18,6 +18,7 @@ from ranks import MODEL, Here, Place, assert_said, exported
 
 from finetune.cli import main
 from finetune.config.recipe import load_recipe
+from finetune.config.recipe_schema import GuardSection
 from finetune.diagnostics import explain
 from finetune.diagnostics.doctor import doctor, machine_checks
 from finetune.diagnostics.parity import launch_runs
@@ -699,7 +700,9 @@ def test_the_launcher_takes_a_free_port_unless_one_is_named(place: Place) -> Non
 
 def test_each_log_step_is_a_line_where_there_is_no_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     backend: Any = SimpleNamespace(is_main=True)
-    with Reporter(backend, tmp_path, 4, trackers=Trackers((), tmp_path, {}), quiet=False) as reporter:
+    with Reporter(
+        backend, tmp_path, 4, trackers=Trackers((), tmp_path, {}), quiet=False, guard=GuardSection()
+    ) as reporter:
         for step in (1, 2, 3, 4):
             values = {"loss": 1.0, "lr": 1e-3, "tokens_per_s": 1234.0}
             reporter.step(step, values if step != 2 else None)

@@ -96,6 +96,9 @@ class Ranks:
         self.alerts: list[tuple[str, str]] = []
         monkeypatch.setattr(rank_watch, "RankNotes", lambda rank, world_size: self)
         monkeypatch.setattr(rank_watch, "_COMPARED_S", 0.0)
+        monkeypatch.setattr(
+            rank_watch, "send_alert", lambda guard, event, text, facts: self.alerts.append((event, text))
+        )
         backend = SimpleNamespace(world_size=number, device=torch.device("cpu"))
         self.watches = [
             RankWatch(
@@ -104,7 +107,6 @@ class Ranks:
                 folder,
                 step=0,
                 warn=self.lines.append,
-                alert=lambda event, text: self.alerts.append((event, text)),
             )
             for rank in range(number)
         ]
@@ -205,7 +207,7 @@ def recipe(tmp_path: Path) -> Path:
         batch={"global_size": 8, "micro_size": 2},
         length={"steps": 100_000},
         log={"every_steps": 100},
-        guard={"stall_s": 1.0},
+        guard={"stall_s": 1.0, "alert": f"tee {tmp_path / 'alert.json'}"},
     )
     file.write_text(yaml.safe_dump({**tree, "output": {"dir": str(tmp_path / "run"), "overwrite": True}}))
     return file
@@ -236,6 +238,9 @@ def test_ranks_that_come_no_further(
     assert re.search(r"Others are at step 6, in `\w+`, at \S+ ", paragraph), paragraph
     (folder,) = (tmp_path / "run" / rank_watch.STALLS).iterdir()
     assert str(folder) in paragraph
+    told = json.loads((tmp_path / "alert.json").read_text())
+    assert (told["event"], told["step"], told["run"]) == ("stalled", 5, str(tmp_path / "run"))
+    assert "No rank has come further" in told["text"]
     assert "in train_step" in (folder / "rank-0.txt").read_text()
     recorded = json.loads((folder / "rank-0.collectives.json").read_text())
     assert recorded["entries"][-1]["profiling_name"].startswith("gloo:")

@@ -13,6 +13,7 @@ from inside import Done, mlp, run_here, stop_after
 from recipes_for_tests import base
 from rich.console import Console
 
+from finetune.config.recipe_schema import GuardSection
 from finetune.export import model_card
 from finetune.monitoring import metrics
 from finetune.monitoring.trackers import Trackers
@@ -83,7 +84,9 @@ def test_adapters_and_custom_tasks_have_these_lines_too(tmp_path: Path) -> None:
 def test_the_bar_shows_loss_validation_loss_rate_and_time_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     backend: Any = SimpleNamespace(is_main=True, accelerator=SimpleNamespace(trackers=[]))
     monkeypatch.setattr(Console, "is_terminal", True)
-    with metrics.Reporter(backend, tmp_path, 40000, trackers=Trackers((), tmp_path, {}), quiet=False) as reporter:
+    with metrics.Reporter(
+        backend, tmp_path, 40000, trackers=Trackers((), tmp_path, {}), quiet=False, guard=GuardSection()
+    ) as reporter:
         assert reporter._progress is not None
         reporter.step(1, {"loss": 5.25, "lr": 1e-3, "tokens_per_s": 1234.0})
         assert figures(reporter) == "loss 5.2500  1,234 targets/s"

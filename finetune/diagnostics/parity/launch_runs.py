@@ -69,6 +69,7 @@ def write_recipes(
             raise RecipeError(f"--to: {folder / name} is there already. Give a new folder, or remove it.")
     tree = shrink_model(recipe) if shrink else recipe.model_dump(mode="json")
     tree |= {"length": {"steps": steps}, "resume": {"mode": "never"}, "sample": None, "eval": {"at_end": False}}
+    tree["guard"]["alert"] = None
     tree["log"] |= {"every_steps": 1, "trackers": []}
     tree["checkpoint"] = {"every_minutes": None, "at_end": False, "keep_best_by": None}
     if "Adam" in recipe.optim.name and ":" not in recipe.optim.name:
