@@ -13,6 +13,7 @@ import pytest
 import torch
 from inside import mlp, run_here
 
+from finetune.config.recipe_schema import GuardSection
 from finetune.distributed.rank_notes import RankNotes
 from finetune.monitoring import machine_sampler
 from finetune.monitoring.machine_sampler import MachineMeter, sample_machines
@@ -291,7 +292,7 @@ def test_samples_wait_for_a_disk(tmp_path: Path, capsys: pytest.CaptureFixture[s
     run = tmp_path / "run"
     run.mkdir()
     backend: Any = SimpleNamespace(is_main=True)
-    with Reporter(backend, run, 0, trackers=Trackers((), run, {}), quiet=True) as reporter:
+    with Reporter(backend, run, 0, trackers=Trackers((), run, {}), quiet=True, guard=GuardSection()) as reporter:
         run.rmdir()
         for step in (1, 2):
             reporter.log_machine({"step": step})
@@ -304,7 +305,7 @@ def test_trackers_hear_the_newest_sample_with_a_line(tmp_path: Path) -> None:
     heard: list[dict[str, Any]] = []
     trackers: Any = SimpleNamespace(open=list, close=list, add=lambda line: heard.append(line) or [])
     backend: Any = SimpleNamespace(is_main=True)
-    with Reporter(backend, tmp_path, 0, trackers=trackers, quiet=True) as reporter:
+    with Reporter(backend, tmp_path, 0, trackers=trackers, quiet=True, guard=GuardSection()) as reporter:
         for machine, value in ((0, 1.0), (1, 2.0), (0, 3.0)):
             reporter.log_machine({"step": 1, "time": 5.0, "machine": machine, "host": "n", "cpu_percent": value})
         for loss in (0.5, 0.25):
