@@ -60,7 +60,7 @@ _numbers = itertools.count()
 
 
 class RankWatch:
-    """What a rank tells the others while it trains, and what it learns from them.
+    """Thread that tells other ranks where this one is while it trains, and compares all of them on rank 0.
 
     Args:
         step: Steps that were taken before.
@@ -115,7 +115,7 @@ class RankWatch:
         faulthandler.cancel_dump_traceback_later()
 
     def mark(self, phase: str) -> None:
-        """Notes that a phase begins; costs a microsecond."""
+        """Notes that a phase begins, or that one goes on; costs a microsecond."""
         step, before, marks, since = self._at
         now = time.monotonic()
         self._seconds[before] += now - since
@@ -124,7 +124,8 @@ class RankWatch:
             if before not in OUTSIDE:
                 self._busy_s += running - self._running_since
             self._running_since = running
-        self._at = step, phase, marks + 1, now
+        # One that goes on may do so more often on one rank than on another.
+        self._at = step, phase, marks + (phase != before), now
 
     def step_taken(self, step: int) -> None:
         """Notes that a step is done."""
@@ -168,7 +169,7 @@ class RankWatch:
         notes.write(f"{self._name}/at/{self._rank}", asdict(self._position()) | {"work": asdict(self._work)})
         limit_s = self._limit_s()
         if limit_s is not None:
-            # By torch's own thread, for a main thread that keeps Python's lock; put off as long as this thread runs.
+            # By a thread of the interpreter, for a main thread that keeps Python's lock; put off as long as this thread runs.
             faulthandler.dump_traceback_later(limit_s + _ANSWER_S, file=sys.__stderr__ or 2)
         key = f"{self._name}/stall"
         stall = notes.read([key]).get(key)
