@@ -78,6 +78,7 @@ def plan_machine(
         recipe=machine_facts.recipe_values(recipe),
         launch=machine_facts.launch_values(foreseen),
         code=machine_facts.code_digests(),
+        own_code=machine_facts.own_code_digests(recipe),
         versions=machine_facts.library_versions(),
     )
     host = bare_host(asked.main_process_ip or "")
