@@ -1,11 +1,11 @@
 """Objects that a recipe names: `package.module:name`, `file.py:name`, or objects that a caller handed over."""
 
-import ast
 import importlib
 import importlib.util
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from modulefinder import ModuleFinder
 from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
@@ -18,9 +18,6 @@ HANDED_OVER = "python:"
 """Prefix of names that are known in one process only."""
 
 _objects: dict[str, Any] = {}
-
-# Beside a user's own modules in a checkout, and in a folder of Python's path.
-_LIBRARIES = {*sys.stdlib_module_names, "finetune"}
 
 
 def import_object(path: str, key: str) -> Any:
@@ -69,39 +66,22 @@ def _module_of(file: Path) -> ModuleType:
 def own_files(path: str) -> dict[str, Path]:
     """Returns the files of a user's own code that `package.module:name` or `file.py:name` leads to; imports nothing.
 
-    They are its module, or all of its package, and what these import from beside it, by their places in that folder.
-    Libraries have none.
+    They are its module, and those that this imports from the same folder, by their places in it. Libraries have none.
     """
     place = path.rpartition(":")[0]
     if place.endswith(".py"):
-        tops, folders = [Path(place).stem], [Path(place).resolve().parent]
+        name, folders = Path(place).stem, [Path(place).resolve().parent]
     else:
-        tops, folders = [place.partition(".")[0]], [Path.cwd(), *map(Path, sys.path)]
-    folder = next((folder for folder in folders if _files_in(folder, tops[0])), None)
-    if folder is None or {"site-packages", "dist-packages"} & {*folder.parts}:
+        name, folders = place, [Path.cwd(), *map(Path, sys.path)]
+    top = name.partition(".")[0]
+    folder = next((folder for folder in folders if (folder / top).is_dir() or (folder / f"{top}.py").is_file()), None)
+    if folder is None or top in sys.stdlib_module_names or {"site-packages", "dist-packages"} & {*folder.parts}:
         return {}
-    found = {}
-    for top in tops:  # which grows
-        for file in _files_in(folder, top) if top not in _LIBRARIES else ():
-            found[str(file.relative_to(folder))] = file
-            tops += _imports(file) - {*tops}
-    return found
-
-
-def _files_in(folder: Path, module: str) -> list[Path]:
-    alone = folder / f"{module}.py"
-    return [alone] if alone.is_file() else sorted((folder / module).rglob("*.py"))
-
-
-def _imports(file: Path) -> set[str]:
-    names: list[str] = []
-    with suppress(SyntaxError, ValueError):  # which are said where it is imported
-        for node in ast.walk(ast.parse(file.read_bytes())):
-            if isinstance(node, ast.Import):
-                names += [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom) and not node.level:
-                names.append(node.module or "")
-    return {name.partition(".")[0] for name in names}
+    finder = ModuleFinder([str(folder)], excludes=["finetune"])
+    with suppress(ImportError, SyntaxError):  # which are said where it is imported
+        finder.import_hook(name)
+    files = [Path(module.__file__) for module in finder.modules.values() if module.__file__]
+    return {str(file.relative_to(folder)): file for file in files}
 
 
 def name_of(thing: Any) -> str | None:

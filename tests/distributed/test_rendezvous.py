@@ -36,7 +36,7 @@ def test_a_forgotten_copy_of_own_code_is_named(tmp_path: Path, monkeypatch: pyte
         "nets/__init__.py": "",
         "nets/deep.py": "from . import net",
         "finetune/__init__.py": "",  # a checkout
-        "metric.py": "broken(",
+        "metric.py": "import nowhere",
         "unrelated.py": "",
     }
     changed = {"old": "losses.py", "missing": "nets/deep.py", "other": "unrelated.py"}

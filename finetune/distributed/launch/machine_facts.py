@@ -79,6 +79,18 @@ class MachineFacts:
         return asdict(self)
 
     @classmethod
+    def of_here(cls, recipe: Mapping[str, Any], **facts: Any) -> Self:
+        """Returns the facts of this machine that follow from a recipe and from what is installed, and those given."""
+        return cls(
+            host=host_name(),
+            recipe={key: value for key, value in flat(recipe).items() if key not in _OWN_IN_RECIPE},
+            code=code_digests(),
+            own_code=own_code_digests(recipe),
+            versions=library_versions(),
+            **facts,
+        )
+
+    @classmethod
     def from_json(cls, tree: Mapping[str, Any]) -> Self:
         """Returns facts that another machine has written; those that this version does not know are left out."""
         return cls(**{name: value for name, value in tree.items() if name in cls.__dataclass_fields__})
@@ -95,11 +107,6 @@ def launch_values(foreseen: PredictedEnvironment) -> dict[str, Any]:
     values = flat(foreseen.asked.model_dump(mode="json"))
     values |= flat(foreseen.launch.ds_config, "deepspeed.")
     return {key: value for key, value in values.items() if key not in (*_OWN, "num_machines", "num_processes")}
-
-
-def recipe_values(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values of a recipe by dotted key, of those in which all machines must agree."""
-    return {key: value for key, value in flat(recipe).items() if key not in _OWN_IN_RECIPE}
 
 
 def code_digests() -> dict[str, str]:
