@@ -80,7 +80,7 @@ def own_files(path: str) -> dict[str, Path]:
     finder = ModuleFinder([str(folder)], excludes=["finetune"])
     with suppress(ImportError, SyntaxError):  # which are said where it is imported
         finder.import_hook(name)
-    files = [Path(module.__file__) for module in finder.modules.values() if module.__file__]
+    files = [Path(file) for module in finder.modules.values() if (file := vars(module)["__file__"]) is not None]
     return {str(file.relative_to(folder)): file for file in files}
 
 
