@@ -21,13 +21,12 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from finetune.config.recipe_schema import Recipe
+from finetune.config.recipe_schema import NAMES_OF_CODE, Recipe
 from finetune.utils import json_files
 from finetune.utils.errors import RecipeError
 
 SHIPPED = "model.trust_remote_code"
-NAMED = ("task.name", "task.loss", "optim.name", "eval.metrics")
-"""The keys of a recipe whose values may name Python code."""
+"""The key of a recipe by which code runs that ships with a model."""
 
 _KEY_BYTES = 32
 
@@ -36,7 +35,7 @@ def check_code(run: Path, recipe: Recipe, runs: Iterable[str], weights: Path | N
     """Refuses a run's recipe that leads to code which this user did not run here.
 
     Args:
-        runs: Keys of `SHIPPED` and `NAMED` whose code the caller runs.
+        runs: Keys of `SHIPPED` and `NAMES_OF_CODE` whose code the caller runs.
         weights: A folder of the run's that is opened: its own code is that of `SHIPPED` as well.
 
     Raises:
@@ -88,7 +87,7 @@ def sign_weights(signed: Mapping[str, list[str]], folder: Path) -> dict[str, lis
 def _code_of(recipe: Recipe) -> dict[str, dict[str, list[str]]]:
     """Returns, by key of the recipe and name of the code, the texts that may stand for it, the likeliest first."""
     named: dict[str, dict[str, list[str]]] = {}
-    for key in NAMED:
+    for key in NAMES_OF_CODE:
         section, _, field = key.partition(".")
         part = getattr(recipe, section)
         value, arguments = getattr(part, field) or (), part.args if field == "name" else None

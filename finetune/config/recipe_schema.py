@@ -28,6 +28,9 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 PathText = Annotated[str, AfterValidator(os.path.expanduser)]
 """A path, or a name that may be one, such as that of a model; `~` in front is the home directory."""
 
+NAMES_OF_CODE = ("task.name", "task.loss", "optim.name", "eval.metrics")
+"""Keys whose values may name Python code, as `file.py:object` or `package.module:object`."""
+
 
 class Section(BaseModel):
     """A section of the recipe, immutable, without unknown keys."""

@@ -7,7 +7,7 @@ import itertools
 import json
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from finetune.config.recipe_schema import Recipe
 from finetune.distributed import held_memory, native_ops, verify_launch, weight_digests
 from finetune.distributed.held_memory import Memory
 from finetune.distributed.launch.launch_config import Launch, ResolvedConfig
+from finetune.distributed.launch.network_interface import find_interface, interface_variables
 from finetune.distributed.mesh import Group, Mesh, gather_parts
 from finetune.distributed.rendezvous_names import attempt_name
 from finetune.distributed.split_parameters import UNSPLIT, Splits
@@ -30,6 +31,7 @@ from finetune.distributed.strategies.strategy import TIMEOUT, Strategy, strategy
 from finetune.distributed.tensor_facts import DTYPES, inner_name, local
 from finetune.distributed.verify_launch import RuntimeReport
 from finetune.distributed.weight_digests import Held
+from finetune.utils import orphan_watch
 from finetune.utils.compat import accelerate_private, torch_private
 from finetune.utils.errors import BackendError
 
@@ -376,6 +378,11 @@ def _start_accelerator(strategy: Strategy, launch: Launch, settled: ResolvedConf
     cpu = not torch.cuda.is_available()
     if cpu and launch.num_threads is not None:
         torch.set_num_threads(launch.num_threads)
+    if orphan_watch.on_several_machines():
+        # `finetune launch` has set them. To other launchers, gloo would take the address of this machine's own name,
+        # which is often 127.0.1.1. Machines that meet there are one host, which needs no interface.
+        with suppress(OSError, BackendError):
+            os.environ.update(interface_variables(find_interface(os.environ["MASTER_ADDR"]), os.environ))
     torch_private.start_gloo_with_one_worker()
     # Ranks that `--max_restarts` has started again, and trials, leave their addresses under names of their own: the
     # launcher keeps the store of the attempt that failed, where in torch 2.13 they may find the address of a dead one.

@@ -3,14 +3,16 @@
 import itertools
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
 import torch
 
+from finetune.distributed.launch import machine_facts
+from finetune.distributed.launch.machine_facts import MachineFacts
 from finetune.distributed.rendezvous_names import TRIAL, attempt_name
-from finetune.utils import errors
+from finetune.utils import errors, orphan_watch
 
 _numbers = itertools.count()
 
@@ -93,6 +95,35 @@ def gather_notes(note: Any, patience: timedelta) -> list[Any]:
     notes = RendezvousStore(rank, world, patience)
     notes.write(str(rank), note)
     return [notes.read(str(other)) for other in range(world)]
+
+
+def check_machines(recipe: Mapping[str, Any], patience: timedelta) -> None:
+    """Refuses machines that differ in recipe, code or versions; every rank must call it.
+
+    Launchers compare that too, where all machines are started by `finetune launch` and their number is fixed.
+
+    Args:
+        recipe: Recipe with all overrides, as JSON has it.
+        patience: How long ranks wait for each other.
+
+    Raises:
+        BackendError: On every rank, with what differs.
+    """
+    if not orphan_watch.on_several_machines():
+        return
+    named = ("RANK", "WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+    rank, world, machine, machines = (int(os.environ[name]) for name in named)
+    notes = RendezvousStore(rank, world, patience)
+    if os.environ["LOCAL_RANK"] == "0":
+        facts = MachineFacts.of_here(recipe, rank=machine, num_machines=machines, num_processes=world, verb="launch")
+        notes.write(f"machine {machine}", facts.to_json())
+
+    def compare() -> None:
+        found = [MachineFacts.from_json(notes.read(f"machine {number}")) for number in range(machines)]
+        if said := machine_facts.find_differences(found):
+            raise errors.BackendError(f"The machines cannot train together, and nothing was trained. {' '.join(said)}")
+
+    from_main(compare, patience)
 
 
 def environment_apart(name: str) -> dict[str, str]:

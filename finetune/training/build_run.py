@@ -140,6 +140,7 @@ def build_run(recipe: Recipe, *, quiet: bool = False) -> BuiltRun:
         warn(text)
     launch = read_launch()
     check_recipe(recipe, launch)
+    rendezvous_store.check_machines(recipe.model_dump(mode="json"), _PATIENCE)
     inputs = _read_inputs(recipe, quiet)
     plan = _settle_plan(recipe, launch, inputs, quiet)
     backend = Backend.start(plan.recipe, plan.launch, plan.config, quiet=quiet)

@@ -4,7 +4,8 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from modulefinder import ModuleFinder
 from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
@@ -60,6 +61,27 @@ def _module_of(file: Path) -> ModuleType:
             del sys.modules[name]
             raise
     return sys.modules[name]
+
+
+def own_files(path: str) -> dict[str, Path]:
+    """Returns the files of a user's own code that `package.module:name` or `file.py:name` leads to; imports nothing.
+
+    They are its module, and those that this imports from the same folder, by their places in it. Libraries have none.
+    """
+    place = path.rpartition(":")[0]
+    if place.endswith(".py"):
+        name, folders = Path(place).stem, [Path(place).resolve().parent]
+    else:
+        name, folders = place, [Path.cwd(), *map(Path, sys.path)]
+    top = name.partition(".")[0]
+    folder = next((folder for folder in folders if (folder / top).is_dir() or (folder / f"{top}.py").is_file()), None)
+    if folder is None or top in sys.stdlib_module_names or {"site-packages", "dist-packages"} & {*folder.parts}:
+        return {}
+    finder = ModuleFinder([str(folder)], excludes=["finetune"])
+    with suppress(ImportError, SyntaxError):  # which are said where it is imported
+        finder.import_hook(name)
+    files = [Path(file) for module in finder.modules.values() if (file := vars(module)["__file__"]) is not None]
+    return {str(file.relative_to(folder)): file for file in files}
 
 
 def name_of(thing: Any) -> str | None:

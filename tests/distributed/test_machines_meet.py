@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from harness import ROOT
-from machines import LOOPBACK, Machines, Program
+from inside import mlp
+from machines import LOOPBACK, Machines, Program, address
+from ranks import PARAGRAPH
 
 from finetune.distributed.launch.machine_facts import library_versions
 
@@ -202,3 +205,27 @@ def test_a_firewall_is_found(machines: Machines, tmp_path: Path) -> None:
     assert "Machine 1 (m1, 10.78.0.2) cannot connect to machine 0 (no answer from 10.78.0.1 port" in text
     assert "open the firewall" in text
     assert max(part["took_s"] for part in found.values()) < 5 + BEYOND_S
+
+
+def test_torchrun_starts_the_same_run_or_it_is_refused_on_each_machine(machines: Machines, tmp_path: Path) -> None:
+    """Ranks compare what launchers other than `finetune launch` do not, and find the interface."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(mlp(tmp_path / "run", batch={"global_size": 4, "micro_size": 2})))
+
+    def torchrun(*values: str) -> list[Program]:
+        words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1"]
+        meeting = ["--master_addr", address(0), "--master_port", "4300"]
+        train = [str(ROOT / "scripts/train.py"), str(recipe), "length.steps=2"]
+        return [
+            machine.start([*words, *meeting, "--node_rank", str(machine.number), *train, value])
+            for machine, value in zip(machines, values, strict=False)
+        ]
+
+    for program in torchrun("optim.lr=0.1", "optim.lr=0.2"):
+        assert program.wait(60) == 1, "torchrun's own code"
+        (said,) = PARAGRAPH.findall(program.output)
+        assert "nothing was trained. Recipe: optim.lr is 0.2 on machine 1, and 0.1 on machine 0. Start the same" in said
+    assert not (tmp_path / "run").exists()
+    programs = torchrun("optim.lr=0.1", "optim.lr=0.1")
+    assert [program.wait(60) for program in programs] == [0, 0], "\n".join(program.output for program in programs)
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["runs"]["world_size"] == 2

@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +26,43 @@ FACTS = MachineFacts(rank=0, host="a", num_machines=2, num_processes=2, verb="la
 
 def facts(rank: int, **changes: Any) -> MachineFacts:
     return MachineFacts(**{**vars(FACTS), "rank": rank, "host": "abcdefgh"[rank], **changes})
+
+
+def test_a_forgotten_copy_of_own_code_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of a project, in which one file each has not come along, or is an old one."""
+    files = {
+        "mine.py": "import os, torch, losses\nfrom nets.deep import net\nfrom finetune.tasks import Task",
+        "losses.py": "import mine",
+        "nets/__init__.py": "",
+        "nets/deep.py": "from . import net",
+        "finetune/__init__.py": "",  # a checkout
+        "metric.py": "import nowhere",
+        "unrelated.py": "",
+    }
+    changed = {"old": "losses.py", "missing": "nets/deep.py", "other": "unrelated.py"}
+    recipe = {
+        "task": {"name": "mine:task", "loss": None},
+        "eval": {"metrics": ["accuracy", "metric.py:f"]},
+        "optim": {"name": "torch.optim:AdamW"},  # of a library
+    }
+    found = {}
+    for name in ("whole", *changed):
+        for place, text in files.items():
+            (tmp_path / name / place).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name / place).write_text(text)
+        if name in changed:
+            (tmp_path / name / changed[name]).write_text("# another")
+        if name == "missing":
+            (tmp_path / name / changed[name]).unlink()
+        monkeypatch.chdir(tmp_path / name)
+        found[name] = facts(1, own_code=machine_facts.own_code_digests(recipe))
+    whole = facts(0, own_code=found["whole"].own_code)
+    assert set(whole.own_code) == {*files} - {"unrelated.py", "finetune/__init__.py"}
+    says = "Code that the recipe names: {} on machine 1 differ from those on machine 0. Copy the same files to every "
+    assert machine_facts.find_differences([whole, found["other"]]) == []
+    for name, shown in (("old", "losses.py"), ("missing", "nets/deep.py (missing)")):
+        (said,) = machine_facts.find_differences([whole, found[name]])
+        assert said == says.format(shown) + "machine."
 
 
 @pytest.mark.parametrize("number", range(2, 10))

@@ -23,7 +23,7 @@ BLOCK = re.compile(r'^```(?P<kind>\w+)(?: title="(?P<file>[^"]+)")?\n(?P<body>.*
 LOOSELY = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 FIGURE = re.compile(r"\d[\d,]*\.\d+(e[-+]\d+)?|\d+(,\d{3})+|\d+e-\d+")
 # What commands that are only shown begin with, or name; `--as gguf` needs an extra, and has tests of its own.
-ELSEWHERE = re.compile(r"^(vllm|curl|llama-\w+|ollama|rsync|ssh|sbatch|pip) |meta-llama/|--machine_rank|--as gguf-")
+ELSEWHERE = re.compile(r"^(vllm|curl|llama-\w+|ollama|rsync|ssh|sbatch|kubectl|pip) |meta-llama/|--as gguf-")
 
 
 def follow(text: str, folder: Path) -> int:
@@ -38,7 +38,9 @@ def follow(text: str, folder: Path) -> int:
         if file is not None:
             (place / file).write_text(body, encoding="utf-8")
         elif kind == "bash":
-            code, printed = run(["bash", "-euo", "pipefail", "-c", f'{body}\npwd > "$WHERE"'], cwd=place, env=env)
+            # What a failed block has started ends with it.
+            script = f'trap "kill \\$(jobs -p) 2>/dev/null || true" EXIT\n{body}\npwd > "$WHERE"'
+            code, printed = run(["bash", "-euo", "pipefail", "-c", script], cwd=place, env=env)
             assert code == 0, f"{body}ended with {code}:\n{printed[-4000:]}"
             place, count = Path((folder / "where").read_text().strip()), count + 1
             continue

@@ -13,8 +13,9 @@ from rich.filesize import pick_unit_and_suffix
 from finetune.checkpoint.best_evaluation import early_stop_sentence
 from finetune.checkpoint.run_facts import EXAMPLES
 from finetune.checkpoint.run_history import STATUSES, RunHistory, Sample, Series, loss_curves
-from finetune.checkpoint.trusted_code import NAMED, SHIPPED, check_code
+from finetune.checkpoint.trusted_code import SHIPPED, check_code
 from finetune.config.recipe import load_recipe
+from finetune.config.recipe_schema import NAMES_OF_CODE
 from finetune.data.data_report import COUNTED, WORDS
 from finetune.tasks.class_tables import classes_table, confusion_table
 from finetune.utils import json_files
@@ -142,7 +143,7 @@ def predict_peak(run: RunHistory) -> int | str:
     except FinetuneError as error:
         return f"its recipe cannot be read: {shorten(str(error), 200, placeholder='…')}"
     try:
-        check_code(run.directory, recipe, (SHIPPED, *NAMED))
+        check_code(run.directory, recipe, (SHIPPED, *NAMES_OF_CODE))
     except RecipeError:
         return (
             "its recipe leads to Python code, which is not run unasked, since no record says that this user started "

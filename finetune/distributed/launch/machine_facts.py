@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from finetune.config.provenance import flat
+from finetune.config.recipe_schema import NAMES_OF_CODE
 from finetune.distributed.launch.predicted_environment import PredictedEnvironment
 from finetune.utils.compat.library_versions import PROVEN, installed
+from finetune.utils.import_object import own_files
 
 CLOCK_S = 30.0
 """Seconds that clocks may be apart before it is said. Nothing that is computed depends on them."""
@@ -25,6 +27,7 @@ _ADVICE = {
     "recipe": "Start the same command, with the same recipe and values, on every machine.",
     "launch": "Start with the same launch file and options on every machine; only machine_rank is its own.",
     "code": "Install the same finetune on every machine.",
+    "own_code": "Copy the same files to every machine.",
     "versions": "Install the same versions on every machine: `make setup`, or one container image.",
     "devices": "Start on machines of one kind.",
 }
@@ -33,6 +36,7 @@ _TITLES = {
     "recipe": "Recipe",
     "launch": "Launch file and options",
     "code": "Files of finetune",
+    "own_code": "Code that the recipe names",
     "versions": "Versions",
     "devices": "Devices",
 }
@@ -56,6 +60,8 @@ class MachineFacts:
     """Values of the launch file, and of the DeepSpeed config that it names, by dotted key."""
     code: dict[str, str] = field(default_factory=dict)
     """Digest of each file of the package."""
+    own_code: dict[str, str] = field(default_factory=dict)
+    """Digest of each file of the user's own code that the recipe names."""
     versions: dict[str, str] = field(default_factory=dict)
     """Versions of Python and of libraries."""
     devices: list[str] = field(default_factory=list)
@@ -71,6 +77,18 @@ class MachineFacts:
     def to_json(self) -> dict[str, Any]:
         """Returns the facts as JSON has them."""
         return asdict(self)
+
+    @classmethod
+    def of_here(cls, recipe: Mapping[str, Any], **facts: Any) -> Self:
+        """Returns the facts of this machine that follow from a recipe and from what is installed, and those given."""
+        return cls(
+            host=host_name(),
+            recipe={key: value for key, value in flat(recipe).items() if key not in _OWN_IN_RECIPE},
+            code=code_digests(),
+            own_code=own_code_digests(recipe),
+            versions=library_versions(),
+            **facts,
+        )
 
     @classmethod
     def from_json(cls, tree: Mapping[str, Any]) -> Self:
@@ -91,16 +109,23 @@ def launch_values(foreseen: PredictedEnvironment) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key not in (*_OWN, "num_machines", "num_processes")}
 
 
-def recipe_values(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values of a recipe by dotted key, of those in which all machines must agree."""
-    return {key: value for key, value in flat(recipe).items() if key not in _OWN_IN_RECIPE}
-
-
 def code_digests() -> dict[str, str]:
     """Returns a digest of each file of this package, but for compiled ones."""
     root = Path(__file__).parents[2]
     files = [file for file in root.rglob("*") if file.suffix in (".py", ".json", ".yaml") and file.is_file()]
-    return {str(file.relative_to(root)): hashlib.sha256(file.read_bytes()).hexdigest()[:12] for file in sorted(files)}
+    return _digests({str(file.relative_to(root)): file for file in sorted(files)})
+
+
+def own_code_digests(recipe: Mapping[str, Any]) -> dict[str, str]:
+    """Returns a digest of each file of the user's own code that a recipe names, such as a task."""
+    values = flat(recipe)
+    given = [values.get(key) or () for key in NAMES_OF_CODE]
+    names = [name for value in given for name in ([value] if isinstance(value, str) else value) if ":" in name]
+    return _digests({place: file for name in names for place, file in own_files(name).items()})
+
+
+def _digests(files: Mapping[str, Path]) -> dict[str, str]:
+    return {name: hashlib.sha256(file.read_bytes()).hexdigest()[:12] for name, file in files.items()}
 
 
 def library_versions() -> dict[str, str]:
@@ -125,7 +150,7 @@ def host_name() -> str:
 def find_differences(machines: Sequence[MachineFacts]) -> list[str]:
     """Returns sentences on what machines differ in, so that they must not start; none if they agree."""
     said = []
-    for section in ("launch", "recipe", "code", "versions", "devices"):
+    for section in ("launch", "recipe", "code", "own_code", "versions", "devices"):
         grouped: dict[str, list[int]] = defaultdict(list)
         first = machines[0]
         for other in machines[1:]:
@@ -146,9 +171,11 @@ def _differences(section: str, first: MachineFacts, other: MachineFacts) -> Iter
     if section == "devices":
         if bool(first.devices) != bool(other.devices):
             yield f"{_devices(other)} on {{}}, and {_devices(first)} on machine {first.rank}"
-    elif section == "code":
-        names = {*first.code, *other.code}
-        files = sorted(name for name in names if first.code.get(name) != other.code.get(name))
+    elif section in ("code", "own_code"):
+        files = sorted(
+            name + (" (missing)" if theirs is None else " (only there)" if ours is None else "")
+            for name, (ours, theirs) in _both(getattr(first, section), getattr(other, section))
+        )
         if files:
             more = f" and {len(files) - 3} more" if len(files) > 3 else ""
             yield f"{_escaped(', '.join(files[:3]))}{more} on {{}} differ from those on machine {first.rank}"

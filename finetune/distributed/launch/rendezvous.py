@@ -69,16 +69,13 @@ def plan_machine(
         recipe: Recipe, or what the command was given.
     """
     asked = foreseen.asked
-    facts = MachineFacts(
+    facts = MachineFacts.of_here(
+        recipe,
         rank=asked.machine_rank,
-        host=machine_facts.host_name(),
         num_machines=asked.num_machines,
         num_processes=foreseen.launch.num_processes,
         verb=verb,
-        recipe=machine_facts.recipe_values(recipe),
         launch=machine_facts.launch_values(foreseen),
-        code=machine_facts.code_digests(),
-        versions=machine_facts.library_versions(),
     )
     host = bare_host(asked.main_process_ip or "")
     return MachinePlan(host, asked.main_process_port, facts, join_timeout_s, heartbeat_timeout_s)
