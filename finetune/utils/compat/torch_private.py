@@ -129,6 +129,14 @@ def rendezvous_state(handler: Any) -> Any:
     return handler._state_holder.state
 
 
+def leave_rendezvous(handler: Any) -> None:
+    """Takes this machine out of an elastic rendezvous, so that others do not wait for it to time out."""
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _RendezvousExitOp
+
+    handler._stop_heartbeats()
+    handler._op_executor.run(_RendezvousExitOp(), handler._get_deadline(handler.settings.timeout.close))
+
+
 def skips_nonfinite_steps(optimizer: Any) -> bool:
     """Tells if the kernel of an optimiser reads `found_inf` and skips the step itself, as fused ones do."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
