@@ -42,16 +42,13 @@ def elastic_agents(asked: LaunchFile, leaves: Callable[[], bool], end_workers: C
         BackendError: If this machine has no way to the store's host.
     """
     from torch.distributed import run
-    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
+
+    from finetune.utils.compat.torch_private import no_failure
 
     # torch would share one store, whose address it remembers although rank 0 has moved to another machine.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    host, plain, monitor = (
-        bare_host(asked.main_process_ip or ""),
-        run.config_from_args,
-        LocalElasticAgent._monitor_workers,
-    )
+    host, plain = bare_host(asked.main_process_ip or ""), run.config_from_args
     try:
         interface = find_interface(host)
     except socket.gaierror as error:
@@ -68,18 +65,11 @@ def elastic_agents(asked: LaunchFile, leaves: Callable[[], bool], end_workers: C
         arguments.rdzv_conf = ",".join(filter(None, (_SETTINGS, asked.rdzv_conf)))
         return plain(arguments)
 
-    def monitored(agent: Any, group: Any) -> Any:
-        result = monitor(agent, group)
-        if result.failures and all(failure.exitcode == REQUEUE for failure in result.failures.values()):
-            # They have saved, since a machine was asked to stop: no failure that counts.
-            agent._remaining_restarts += 1
-            group.spec.rdzv_handler.note_stop()
-        return result
-
     rendezvous_handler_registry.register(_BACKEND, lambda parameters: _create_handler(parameters, leaves, end_workers))
     with (
         patch.object(run, "config_from_args", completed),
-        patch.object(LocalElasticAgent, "_monitor_workers", monitored),
+        # They have saved, since a machine was asked to stop.
+        no_failure(REQUEUE, lambda handler: handler.note_stop()),
     ):
         yield
 
