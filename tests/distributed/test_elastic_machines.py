@@ -14,6 +14,8 @@ from inside import mlp
 from machines import LOOPBACK, Machine, Machines, Program
 from ranks import PARAGRAPH, by_finetune, launch_file
 
+from finetune.utils.exit_codes import REQUEUE
+
 pytestmark = [pytest.mark.machines, pytest.mark.xdist_group("machines")]
 
 # A lost machine is known in 4 s, and one that may come is waited for no longer than 3 s.
@@ -32,16 +34,16 @@ RECIPE = mlp(
 @pytest.fixture(scope="module")
 def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
     # Whose own names lead to themselves, as Debian sets it up: the interface is that of the way to the store.
-    with Machines(tmp_path_factory.mktemp("machines") / "own", 3, own_address=LOOPBACK) as made:
+    with Machines(tmp_path_factory.mktemp("machines") / "own", 4, own_address=LOOPBACK) as made:
         yield made
 
 
 @pytest.fixture
 def host(machines: Machines) -> Iterator[Machine]:
     """The machine that hosts the store, and computes nothing."""
-    last: Machine = machines[2]
+    last: Machine = machines[3]
     store = last.start([sys.executable, "-m", "finetune", "rendezvous"])
-    where = "Machines meet here: --main_process_ip m2 --main_process_port 29500"
+    where = "Machines meet here: --main_process_ip m3 --main_process_port 29500"
     until(lambda: where in store.output, 60, lambda: store.output)
     yield last
     machines.kill_programs()
@@ -50,16 +52,17 @@ def host(machines: Machines) -> Iterator[Machine]:
 class Disturbed:
     """An elastic run, of which rank 0 stops in every round at one of its micro-batches until it is let go."""
 
-    def __init__(self, machines: Machines, folder: Path) -> None:
+    def __init__(self, machines: Machines, folder: Path, config: str = "ddp") -> None:
         self.machines, self.folder = machines, folder
         self.gate, self.reached = folder / "gate", folder / "gate.reached"
         self.recipe, self.file = folder / "recipe.yaml", folder / "launch.yaml"
         self.recipe.write_text(yaml.safe_dump({**RECIPE, "output": {"dir": str(folder / "run"), "overwrite": True}}))
-        self.file.write_text(yaml.safe_dump({**launch_file("ddp"), "num_processes": 1}))
+        self.file.write_text(yaml.safe_dump({**launch_file(config), "num_processes": 1}))
         self.programs: list[Program] = []
+        self.restarts = "4"
 
     def start(self, number: int) -> Program:
-        options = ["--nnodes", "1:2", "--max_restarts", "4", "--main_process_ip", "m2", "--rdzv_conf", QUICK]
+        options = ["--nnodes", "1:2", "--max_restarts", self.restarts, "--main_process_ip", "m3", "--rdzv_conf", QUICK]
         trouble = f'{{"hold": {{"rank": 0, "at": 20, "file": "{self.gate}"}}}}'
         words = by_finetune(self.file, *options, str(self.recipe))
         self.programs.append(self.machines[number].start(words, env={"TROUBLE": trouble}))
@@ -77,7 +80,8 @@ class Disturbed:
         """Returns once something is true; fails if a launcher ends before it, other than by its machine's end."""
 
         def found() -> bool:
-            assert all(program.code in (None, -signal.SIGKILL) for program in self.programs), self.said()
+            ended = (None, -signal.SIGKILL, REQUEUE, 128 + signal.SIGTERM)
+            assert all(program.code in ended for program in self.programs), self.said()
             return true()
 
         until(found, 60, self.said)
@@ -119,6 +123,31 @@ def test_machines_die_and_return(machines: Machines, host: Machine, launcher: La
     assert_same_path(launcher.one("single", RECIPE), result, 1e-5)
 
 
+def test_machines_are_preempted_and_a_spare_one_steps_in(
+    machines: Machines, host: Machine, launcher: Launcher, tmp_path: Path
+) -> None:
+    """SIGTERM has all save; the others go on without that machine, which is no failure that counts."""
+    run = Disturbed(machines, tmp_path, "fsdp")
+    run.restarts = "0"
+    first, second = run.start(0), run.start(1)
+    run.wait_at_gate()
+    spare = run.start(2)
+    run.until(lambda: "This one waits to take the place of another" in spare.output)
+    second.signal(signal.SIGTERM)
+    run.gate.touch()
+    assert second.wait(60) == REQUEUE, run.said()
+    run.gate.unlink()
+    run.wait_at_gate()
+    assert spare.code is None
+    spare.signal(signal.SIGTERM)
+    run.gate.touch()
+    assert spare.wait(60) == REQUEUE, run.said()
+    assert first.wait(60) == 0, run.said()
+    result = Result(0, run.said(), tmp_path / "run")
+    assert [start["processes"] for start in result.facts["starts"]] == [2, 2, 1], run.said()
+    assert_same_path(launcher.one("single", RECIPE), result, 1e-5)
+
+
 def test_what_ends_an_elastic_launch_is_said(machines: Machines, host: Machine, tmp_path: Path) -> None:
     run = Disturbed(machines, tmp_path)
     run.gate.touch()
@@ -127,10 +156,10 @@ def test_what_ends_an_elastic_launch_is_said(machines: Machines, host: Machine, 
     late = run.start(1)
     assert late.wait(120) == 2
     (said,) = PARAGRAPH.findall(late.output)
-    assert "The launch that has met at m2:29500 is over" in said
+    assert "The launch that has met at m3:29500 is over" in said
     os.kill(host.processes()[0].pid, signal.SIGKILL)
     alone = run.start(1)
     assert alone.wait(120) == 2
     (said,) = PARAGRAPH.findall(alone.output)
-    assert "The store at m2:29500, where the machines of this launch meet, does not answer" in said
+    assert "The store at m3:29500, where the machines of this launch meet, does not answer" in said
     assert "Traceback" not in late.output + alone.output

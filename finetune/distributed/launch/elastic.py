@@ -11,14 +11,16 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 from unittest.mock import patch
 
 from finetune.distributed.launch.launch_schema import LaunchFile
-from finetune.distributed.launch.network_interface import NetworkInterface, interface_variables, own_addresses
+from finetune.distributed.launch.network_interface import bare_host, find_interface, interface_variables
 from finetune.distributed.rendezvous_names import ROUND
 from finetune.utils.errors import BackendError
+from finetune.utils.exit_codes import REQUEUE
+from finetune.utils.signals import Interrupted
 
 _BACKEND = "finetune"
 
@@ -42,46 +44,43 @@ def elastic_agents(asked: LaunchFile, leaves: Callable[[], bool], end_workers: C
     from torch.distributed import run
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 
+    from finetune.utils.compat.torch_private import no_failure
+
     # torch would share one store, whose address it remembers although rank 0 has moved to another machine.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    host, port = asked.main_process_ip or "", asked.main_process_port
-    here, plain = _address_towards(host, port), run.config_from_args
-    interface = NetworkInterface(own_addresses().get(here, ""), here, host)
+    host, plain = bare_host(asked.main_process_ip or ""), run.config_from_args
+    try:
+        interface = find_interface(host)
+    except socket.gaierror as error:
+        raise BackendError(
+            f"main_process_ip is {host}, which has no address here ({error.strerror}). Give the address of the host "
+            "that runs `finetune rendezvous`."
+        ) from error
     os.environ.update(interface_variables(interface, os.environ))
 
     def completed(arguments: Any) -> Any:
-        arguments.nnodes, arguments.local_addr = asked.nnodes, here
+        arguments.nnodes, arguments.local_addr = asked.nnodes, interface.address
         arguments.rdzv_backend, arguments.rdzv_id = _BACKEND, "finetune"
-        arguments.rdzv_endpoint = f"{host}:{port}"
+        arguments.rdzv_endpoint = f"{f'[{host}]' if ':' in host else host}:{asked.main_process_port}"
         arguments.rdzv_conf = ",".join(filter(None, (_SETTINGS, asked.rdzv_conf)))
         return plain(arguments)
 
     rendezvous_handler_registry.register(_BACKEND, lambda parameters: _create_handler(parameters, leaves, end_workers))
-    with patch.object(run, "config_from_args", completed):
+    with (
+        patch.object(run, "config_from_args", completed),
+        # They have saved, since a machine was asked to stop.
+        no_failure(REQUEUE, lambda handler: handler.note_stop()),
+    ):
         yield
-
-
-def _address_towards(host: str, port: int) -> str:
-    """Returns the address of this machine that others reach, if they reach the host: what it sends from."""
-    try:
-        kind, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(kind, socket.SOCK_DGRAM) as sender:
-            sender.connect(place)  # which sends nothing
-            return str(sender.getsockname()[0])
-    except OSError as error:
-        raise BackendError(
-            f"main_process_ip is {host}, and this machine has no way there: {error.strerror or error}. Give the "
-            "address of the host that runs `finetune rendezvous`."
-        ) from error
 
 
 def _create_handler(parameters: Any, leaves: Callable[[], bool], end_workers: Callable[[], object]) -> Any:
     """Returns torch's c10d rendezvous, which also tells workers of the round, and ends it when a machine is lost."""
-    from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
+    from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousGracefulExitError
     from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
-    from finetune.utils.compat.torch_private import rendezvous_state
+    from finetune.utils.compat.torch_private import leave_rendezvous, rendezvous_state
 
     backend, store = create_backend(parameters)
     handler: Any = create_handler(store, backend, parameters)
@@ -90,10 +89,18 @@ def _create_handler(parameters: Any, leaves: Callable[[], bool], end_workers: Ca
 
     def next_rendezvous() -> Any:
         try:
+            count_waiting()  # which reads the state
+            if ROUND not in os.environ and len(rendezvous_state(handler).participants) == handler.settings.max_nodes:
+                _say("As many machines as --nnodes allows are there. This one waits to take the place of another.")
             info = join()
         except RendezvousGracefulExitError as error:
             # torch's agent would fail over a machine that has waited for a place and is not needed.
             raise SystemExit(0) from error
+        except Interrupted as error:
+            if ROUND not in os.environ:
+                raise
+            _say(f"Stopped by {error} between two rounds. The same command joins again.")
+            raise SystemExit(REQUEUE) from error
         state = rendezvous_state(handler)
         together.clear()
         together.update(state.participants)
@@ -105,6 +112,9 @@ def _create_handler(parameters: Any, leaves: Callable[[], bool], end_workers: Ca
     def num_nodes_waiting() -> int:
         waiting = int(count_waiting())
         if not together <= rendezvous_state(handler).participants.keys():
+            with suppress(RuntimeError):
+                if store.check([stopped()]):
+                    return 0  # it has saved together with the others, whose workers end as well
             # The workers here may wait for those of the machine that has left for half an hour.
             _say("A machine has left: a process there has failed, or it is not heard of any more. A new round begins.")
             end_workers()
@@ -113,11 +123,24 @@ def _create_handler(parameters: Any, leaves: Callable[[], bool], end_workers: Ca
             _say(f"{waiting} machine(s) wait to join. Processes save and end, and a new round begins.")
         return waiting
 
+    def stopped() -> str:
+        return f"finetune/stopped/{os.environ[ROUND]}"
+
+    def note_stop() -> None:
+        with suppress(RuntimeError):
+            store.set(stopped(), "")
+
     def shutdown() -> bool:
         # A rendezvous that is closed is so for all machines.
-        return leaves() or bool(close())
+        if leaves():
+            with suppress(RendezvousError):
+                leave_rendezvous(handler)
+        elif not isinstance(sys.exception(), RendezvousError):
+            close()
+        return True
 
     handler.next_rendezvous, handler.num_nodes_waiting = next_rendezvous, num_nodes_waiting
+    handler.note_stop = note_stop
     handler.shutdown, handler.get_backend = shutdown, lambda: _BACKEND
     return handler
 

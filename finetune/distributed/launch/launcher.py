@@ -61,13 +61,14 @@ def _pass_on(sent: list[int], number: int, _: Any) -> None:
     torchrun handles signals by an exception: it does not learn how its workers end then, and a second signal has it
     leave them alone.
     """
-    if not _signal_workers(number) and not sent:
+    first = not sent
+    sent.append(number)
+    if not _signal_workers(number) and first:
         raise signals.Interrupted(number)
-    if not sent:
+    if first:
         timer = threading.Timer(float(os.environ.get(_PATIENCE, 30)), _signal_workers, (signal.SIGKILL,))
         timer.daemon = True
         timer.start()
-    sent.append(number)
 
 
 def _signal_workers(number: int) -> bool:
@@ -169,7 +170,7 @@ def main(arguments: Sequence[str]) -> int:
     unset = "OMP_NUM_THREADS" not in os.environ
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     several, heartbeat = SEVERAL in os.environ, None
-    if several:
+    if several or "--nnodes" in arguments:
         # What becomes of connections is said here in a paragraph, not in torch's notes on its sockets. Workers, too,
         # need none: they are forks, or inherit it.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
@@ -294,7 +295,7 @@ def _end_workers_sooner(sent: Sequence[int], heartbeat: "Heartbeat | None") -> N
     """Has torchrun kill hung workers sooner, end with those that were asked to, and tell other machines of them."""
     from torch.distributed.elastic.multiprocessing.api import PContext, SubprocessContext
 
-    close = PContext.close
+    close, closed = PContext.close, set[PContext]()
 
     def sooner(self: PContext, death_sig: signal.Signals | None = None, timeout: int = _HUNG_S) -> None:
         assert isinstance(self, SubprocessContext)
@@ -302,8 +303,10 @@ def _end_workers_sooner(sent: Sequence[int], heartbeat: "Heartbeat | None") -> N
             heartbeat.workers_ended([handler.proc.poll() for handler in self.subprocess_handlers.values()])
         close(self, death_sig, timeout)
         codes = [handler.proc.returncode for handler in self.subprocess_handlers.values()]
+        again = self in closed
+        closed.add(self)
         # What a user has to change is the same after a restart.
-        if sent or USER_ERROR in codes:
+        if not again and (sent or USER_ERROR in codes):
             raise _Stopped(*codes)
 
     PContext.close = sooner  # type: ignore[method-assign]

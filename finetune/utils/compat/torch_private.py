@@ -5,6 +5,7 @@ import importlib
 import inspect
 import json
 import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
@@ -149,6 +150,30 @@ def prefixed_rendezvous(prefix: str) -> AbstractContextManager[Any]:
 def rendezvous_state(handler: Any) -> Any:
     """Returns the state of an elastic rendezvous as this machine last saw it: its `round` and its `participants`."""
     return handler._state_holder.state
+
+
+def leave_rendezvous(handler: Any) -> None:
+    """Takes this machine out of an elastic rendezvous, so that others do not wait for it to time out."""
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _RendezvousExitOp
+
+    handler._stop_heartbeats()
+    handler._op_executor.run(_RendezvousExitOp(), handler._get_deadline(handler.settings.timeout.close))
+
+
+def no_failure(code: int, tell: Callable[[Any], None]) -> AbstractContextManager[Any]:
+    """Has elastic agents not count workers that end with an exit code as failed; each is told of by its rendezvous."""
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+    monitor = LocalElasticAgent._monitor_workers
+
+    def monitored(agent: Any, group: Any) -> Any:
+        result = monitor(agent, group)
+        if result.failures and all(failure.exitcode == code for failure in result.failures.values()):
+            agent._remaining_restarts += 1  # of which the agent takes one
+            tell(group.spec.rdzv_handler)
+        return result
+
+    return patch.object(LocalElasticAgent, "_monitor_workers", monitored)
 
 
 def skips_nonfinite_steps(optimizer: Any) -> bool:
