@@ -169,7 +169,7 @@ class RankWatch:
         notes.write(f"{self._name}/at/{self._rank}", asdict(self._position()) | {"work": asdict(self._work)})
         limit_s = self._limit_s()
         if limit_s is not None:
-            # By a thread of the interpreter, for a main thread that keeps Python's lock; put off as long as this thread runs.
+            # By the interpreter, for a main thread that keeps Python's lock; put off as long as this thread runs.
             faulthandler.dump_traceback_later(limit_s + _ANSWER_S, file=sys.__stderr__ or 2)
         key = f"{self._name}/stall"
         stall = notes.read([key]).get(key)

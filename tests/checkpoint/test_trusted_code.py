@@ -19,6 +19,7 @@ from finetune.checkpoint import trusted_code
 from finetune.checkpoint.run_history import read_run
 from finetune.cli import main
 from finetune.config.recipe import RECIPE_FIELDS, load_recipe
+from finetune.config.recipe_schema import NAMES_OF_CODE
 from finetune.diagnostics.run_report.one_run import predict_peak
 from finetune.training.api import Run
 from finetune.utils.errors import RecipeError
@@ -299,7 +300,7 @@ def test_every_key_that_names_code_is_known() -> None:
         for key, field in RECIPE_FIELDS.items()
         if "package.module" in (field.description or "") or key == "task.loss"
     }
-    assert naming == set(trusted_code.NAMED)
+    assert naming == set(NAMES_OF_CODE)
 
 
 def test_a_resumed_run_keeps_its_signatures(home: Path) -> None:

@@ -150,6 +150,15 @@ def test_machines_are_preempted_and_a_spare_one_steps_in(
 
 def test_what_ends_an_elastic_launch_is_said(machines: Machines, host: Machine, tmp_path: Path) -> None:
     run = Disturbed(machines, tmp_path)
+    program = run.start(0)
+    run.wait_at_gate()
+    # In the middle of a step: torch's agent waits in calls that no timeout ends.
+    machines[0].cut()
+    assert program.wait(30) == 2
+    machines[0].wait_until_idle(5.0)
+    machines[0].join()
+    (said,) = PARAGRAPH.findall(program.output)
+    assert "The store at m2:29500, where the machines of this launch meet, does not answer" in said
     run.gate.touch()
     program = run.start(0)
     assert program.wait(120) == 0, program.output

@@ -6,10 +6,13 @@ host of its own, since what an agent hosts would be gone with its machine. In ea
 a new address, that of the machine of rank 0, so that no round hears of an earlier one.
 """
 
+import math
 import os
 import signal
 import socket
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -19,14 +22,14 @@ from finetune.distributed.launch.launch_schema import LaunchFile
 from finetune.distributed.launch.network_interface import bare_host, find_interface, interface_variables
 from finetune.distributed.rendezvous_names import ROUND
 from finetune.utils.errors import BackendError
-from finetune.utils.exit_codes import REQUEUE
+from finetune.utils.exit_codes import REQUEUE, USER_ERROR
 from finetune.utils.signals import Interrupted
 
 _BACKEND = "finetune"
 
-# A machine that has not been heard of for 6 x 5 s counts as lost. Of a store that does not answer torch's client waits
-# as long.
-_SETTINGS = "is_host=0,keep_alive_interval=5,keep_alive_max_attempt=6,read_timeout=30"
+# A machine that has not been heard of for 8 x 5 s counts as lost: after a cut of 20 s, TCP sends again after 25 s. For a
+# store that does not answer torch's client waits 30 s.
+_SETTINGS = "is_host=0,keep_alive_interval=5,keep_alive_max_attempt=8,read_timeout=30"
 
 
 @contextmanager
@@ -65,7 +68,15 @@ def elastic_agents(asked: LaunchFile, leaves: Callable[[], bool], end_workers: C
         arguments.rdzv_conf = ",".join(filter(None, (_SETTINGS, asked.rdzv_conf)))
         return plain(arguments)
 
-    rendezvous_handler_registry.register(_BACKEND, lambda parameters: _create_handler(parameters, leaves, end_workers))
+    def cut_off() -> None:
+        with suppress(OSError):
+            os.write(sys.stderr.fileno(), f"\nError: {why_ended(TimeoutError(), asked)}\n".encode())
+        end_workers()
+        os._exit(USER_ERROR)
+
+    rendezvous_handler_registry.register(
+        _BACKEND, lambda parameters: _create_handler(parameters, leaves, end_workers, cut_off)
+    )
     with (
         patch.object(run, "config_from_args", completed),
         # They have saved, since a machine was asked to stop.
@@ -74,7 +85,9 @@ def elastic_agents(asked: LaunchFile, leaves: Callable[[], bool], end_workers: C
         yield
 
 
-def _create_handler(parameters: Any, leaves: Callable[[], bool], end_workers: Callable[[], object]) -> Any:
+def _create_handler(
+    parameters: Any, leaves: Callable[[], bool], end_workers: Callable[[], object], cut_off: Callable[[], None]
+) -> Any:
     """Returns torch's c10d rendezvous, which also tells workers of the round, and ends it when a machine is lost."""
     from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousGracefulExitError
     from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
@@ -84,7 +97,8 @@ def _create_handler(parameters: Any, leaves: Callable[[], bool], end_workers: Ca
 
     backend, store = create_backend(parameters)
     handler: Any = create_handler(store, backend, parameters)
-    join, count_waiting, close = handler.next_rendezvous, handler.num_nodes_waiting, handler.shutdown
+    join, close = handler.next_rendezvous, handler.shutdown
+    count_waiting = _bounded(handler.num_nodes_waiting, handler.settings, cut_off)
     together: set[Any] = set()
 
     def next_rendezvous() -> Any:
@@ -110,7 +124,7 @@ def _create_handler(parameters: Any, leaves: Callable[[], bool], end_workers: Ca
         return info
 
     def num_nodes_waiting() -> int:
-        waiting = int(count_waiting())
+        waiting = count_waiting()
         if not together <= rendezvous_state(handler).participants.keys():
             with suppress(RuntimeError):
                 if store.check([stopped()]):
@@ -143,6 +157,33 @@ def _create_handler(parameters: Any, leaves: Callable[[], bool], end_workers: Ca
     handler.note_stop = note_stop
     handler.shutdown, handler.get_backend = shutdown, lambda: _BACKEND
     return handler
+
+
+def _bounded(ask: Callable[[], int], settings: Any, cut_off: Callable[[], None]) -> Callable[[], int]:
+    """Returns a question to the store that ends this machine if others must take it for lost before there is an answer.
+
+    On a link that is cut, a thread of torch waits in a call of the store that no timeout ends, with a lock that
+    everyone else needs.
+    """
+    limit_s = settings.keep_alive_interval.total_seconds() * settings.keep_alive_max_attempt
+    until = math.inf
+
+    def watch() -> None:
+        while time.monotonic() < until:
+            time.sleep(0.5)
+        cut_off()
+
+    threading.Thread(target=watch, name="store", daemon=True).start()
+
+    def bounded() -> int:
+        nonlocal until
+        until = time.monotonic() + limit_s
+        try:
+            return ask()
+        finally:
+            until = math.inf
+
+    return bounded
 
 
 def _say(line: str) -> None:
