@@ -158,7 +158,7 @@ def test_what_ends_an_elastic_launch_is_said(machines: Machines, host: Machine, 
     machines[0].wait_until_idle(5.0)
     machines[0].join()
     (said,) = PARAGRAPH.findall(program.output)
-    assert "The store at m2:29500, where the machines of this launch meet, does not answer" in said
+    assert "The store at m3:29500, where the machines of this launch meet, does not answer" in said
     run.gate.touch()
     program = run.start(0)
     assert program.wait(120) == 0, program.output

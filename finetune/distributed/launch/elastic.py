@@ -27,7 +27,7 @@ from finetune.utils.signals import Interrupted
 
 _BACKEND = "finetune"
 
-# A machine that has not been heard of for 8 x 5 s counts as lost: after a cut of 20 s, TCP sends again after 25 s. For a
+# A machine that is not heard of for 8 x 5 s counts as lost: after a cut of 20 s, TCP sends again after 25 s. For a
 # store that does not answer torch's client waits 30 s.
 _SETTINGS = "is_host=0,keep_alive_interval=5,keep_alive_max_attempt=8,read_timeout=30"
 
