@@ -311,6 +311,13 @@ class LaunchFile(LaunchSection):
             yield f"main_process_port is 0, any that is free, and {machines} machines must know it. Name one"
         if machines > 1 and self.distributed_type != "NO" and not self.main_process_ip and self.nnodes is None:
             yield f"num_machines is {machines}, and main_process_ip is missing. Give the first machine's address there"
+        named = self.deepspeed_config.deepspeed_multinode_launcher
+        if machines > 1 and self.distributed_type == "DEEPSPEED" and named != "standard":
+            yield (
+                f"deepspeed_config.deepspeed_multinode_launcher is {named or 'missing, which is pdsh'}, and "
+                f"num_machines is {machines}: processes would start from one machine over ssh. Set it to standard, "
+                "and start the same command on each machine"
+            )
         if self.gpu_ids != "all" and len(self.gpu_ids.split(",")) < (local := processes // machines):
             yield f"gpu_ids is {self.gpu_ids}, and {local} processes run on a machine. Name as many, or `all`"
 
