@@ -40,12 +40,12 @@ def build_model(recipe: Recipe, config: PretrainedConfig, head: Head) -> nn.Modu
     """
     section = recipe.model
     stored = base_dtype(recipe)
-    network = build_base_model(recipe, config, head, dtype=stored, loading=quantization.loading_config(section))
+    network = build_base_model(recipe, config, head, dtype=stored, loading=_loading_config(recipe, config, head))
     if stored != torch.float32:
         _restore_buffers(network)
     if section.rope_scaling is not None and section.rope_scaling.type == "dynamic":
         fix_dynamic_rope(network, recipe.data.sequence_length)
-    quantization.quantize(network, section)
+    quantization.quantize(network, section, head)
     if recipe.lora is not None:
         network.requires_grad_(False)
     elif section.freeze is not None:
@@ -58,6 +58,22 @@ def build_model(recipe: Recipe, config: PretrainedConfig, head: Head) -> nn.Modu
     float8.convert(network, section.fp8)
     activation_checkpointing.checkpoint_activations(network, section.gradient_checkpointing)
     return whole.train()
+
+
+def _loading_config(recipe: Recipe, config: PretrainedConfig, head: Head) -> Any | None:
+    """Returns the config by which pretrained weights are quantised as they are read, if they are to be.
+
+    That of weights which are stored quantised gets the names of a head that they lack.
+    """
+    section, stored = recipe.model, getattr(config, "quantization_config", None)
+    if not head.may_be_new or section.name is None or (section.quantization is None and stored is None):
+        return quantization.loading_config(section, [])
+    with torch.device("meta"):
+        bare = head.auto.from_config(copy.deepcopy(config), trust_remote_code=section.trust_remote_code)
+    kept = quantization.kept_modules(bare, head)
+    if stored is not None and type(bare).__name__ not in (config.architectures or ()):
+        stored["llm_int8_skip_modules"] = [*(stored.get("llm_int8_skip_modules") or ()), *kept]
+    return quantization.loading_config(section, kept)
 
 
 def fix_dynamic_rope(network: nn.Module, length: int) -> None:

@@ -239,7 +239,7 @@ def _is_adapted(network: nn.Module) -> bool:
 
 def _choose_modules(network: PreTrainedModel, section: LoraSection, head: Head | None) -> tuple[list[str], list[str]]:
     """Returns full names of the linear modules that get an adapter, and of the modules that are trained whole."""
-    kind, body = type(network).__name__, network.base_model
+    kind = type(network).__name__
     both = embeddings_and_head(network)
     ends = [name for end in both for name, module in network.named_modules() if module is end]
     weights = [getattr(end, "weight", end) for end in both]
@@ -253,10 +253,8 @@ def _choose_modules(network: PreTrainedModel, section: LoraSection, head: Head |
             f"lora.save_modules: {' and '.join(ends)} of this {kind} are one weight (tie_word_embeddings), which a "
             "copy of one of them would part. Leave them out, or train all weights (no lora section)."
         )
-    if head is not None and head.may_be_new and body is not network:
-        # What a task's head adds to the pretrained body.
-        added = [name for name, part in network.named_children() if part is not body and name in modules]
-        saved += [name for name in added if name not in saved]
+    if head is not None:
+        saved += [name for name in head.added_modules(network) if name not in saved]
 
     linear = [name for name, module in network.named_modules() if type(module).__name__ in _LINEAR]
     if not linear:

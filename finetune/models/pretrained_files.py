@@ -30,7 +30,7 @@ class Weights:
     lines: tuple[str, ...]
     """Lines to report: tensors that are new, and tensors that are left out."""
     not_weights: frozenset[str]
-    """Tensors that may hold infinities: buffers (masks), and what the network does not read."""
+    """Tensors that may hold infinities: buffers (masks), packed weights, and what the network does not read."""
     new: frozenset[str] = frozenset()
     """Tensors of a head that the files lack."""
 
@@ -147,9 +147,12 @@ def check_packed_files(folder: Path) -> Weights:
         RecipeError: If a file cannot be read, or a quantized weight lacks one of its parts.
     """
     refuse_adapter(folder)
-    if missing := _incomplete(name for file in weight_files(folder) for name in _dtypes(file)):
+    found = [name for file in weight_files(folder) for name in _dtypes(file)]
+    if missing := _incomplete(found):
         raise _not_whole(folder, missing)
-    return Weights(folder, (), frozenset())
+    # Several numbers in one of the type that they are stored as, which may look like NaN.
+    packed = {f"{owner}.weight" for owner, _, part in (name.partition(".weight.") for name in found) if part}
+    return Weights(folder, (), frozenset(packed))
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -9,9 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.quantizers.base import get_keys_to_not_convert
+from transformers.quantizers.quantizers_utils import should_convert_module
 
 from finetune.config.recipe_schema import ModelSection
 from finetune.models.frozen_weights import compute_dtype, multiply
+from finetune.models.heads import Head
 from finetune.utils.compat.library_versions import require_installed
 from finetune.utils.errors import RecipeError
 
@@ -58,8 +61,20 @@ def _eight_bits(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return packed.view(torch.int8).to(dtype)
 
 
-def loading_config(section: ModelSection) -> Any | None:
-    """Returns the config by which `from_pretrained` quantises weights as it reads them; None if it is not to."""
+def kept_modules(network: PreTrainedModel, head: Head) -> list[str]:
+    """Returns the names of the modules that are not packed: the output head, and what a task adds to a body.
+
+    transformers by itself keeps what has the last parameter; of a head with a bias that is no module.
+    """
+    return [*get_keys_to_not_convert(network), *head.added_modules(network)]
+
+
+def loading_config(section: ModelSection, kept: list[str]) -> Any | None:
+    """Returns the config by which `from_pretrained` quantises weights as it reads them; None if it is not to.
+
+    Args:
+        kept: Names of modules that are not packed; none for those that transformers keeps by itself.
+    """
     if section.quantization is not None:
         require_installed("bitsandbytes", f"model.quantization {section.quantization}")
     if section.quantization not in ("nf4", "fp4"):
@@ -72,11 +87,12 @@ def loading_config(section: ModelSection) -> Any | None:
         bnb_4bit_use_double_quant=section.double_quantization,
         bnb_4bit_quant_storage=_STORAGE,
         bnb_4bit_compute_dtype=torch.float32,
+        llm_int8_skip_modules=kept or None,
     )
 
 
-def quantize(network: PreTrainedModel, section: ModelSection) -> None:
-    """Quantises the linear modules of a network that has its weights, all but the output head, in place.
+def quantize(network: PreTrainedModel, section: ModelSection, head: Head) -> None:
+    """Quantises the linear modules of a network that has its weights, all but `kept_modules`, in place.
 
     Those of a network that was loaded by `loading_config` are quantised already.
 
@@ -88,10 +104,10 @@ def quantize(network: PreTrainedModel, section: ModelSection) -> None:
         return
     import bitsandbytes as bnb
 
-    head = network.get_output_embeddings()
     if not stored:
+        kept = kept_modules(network, head)
         for name, linear in list(network.named_modules()):
-            if type(linear) is nn.Linear and linear is not head:
+            if type(linear) is nn.Linear and should_convert_module(name, kept):
                 network.set_submodule(name, _packed(linear, section))
         if section.quantization != "int8":
             # What peft looks up to choose its adapters.
@@ -101,8 +117,14 @@ def quantize(network: PreTrainedModel, section: ModelSection) -> None:
         raise RecipeError(
             f"model.quantization: {type(network).__name__} has no linear modules that can be packed. Leave it out."
         )
+    read = [m.weight for m in packed if hasattr(m.weight, "quant_state")]
     for module in packed:
         if isinstance(module, bnb.nn.Linear4bit):
+            if not hasattr(module.weight, "quant_state"):
+                # New in a body, as BERT's pooler is on files of a language model: transformers draws it, unpacked.
+                how = {key: getattr(read[0], key) for key in ("compress_statistics", "quant_type", "quant_storage")}
+                weight = bnb.nn.Params4bit(module.weight.data, requires_grad=False, module=module, **how)
+                module.weight = weight.to(module.weight.device)
             # A forward pass in evaluation mode would repack the weights for one kernel, in place: gradients are then
             # lost without a word, and what is gathered from shards has the old packing. Source: bitsandbytes 0.50,
             # `Linear4bit.forward`.

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from finetune.config.recipe_schema import LoraSection, OptimSection, Recipe
@@ -18,7 +17,7 @@ from finetune.distributed.strategies.prediction import ParamSpec, ParamSpecs
 from finetune.distributed.tensor_facts import DTYPES, width_of
 from finetune.models import chunked_loss, frozen_weights, lora_adapters, pretrained_files, split_layers
 from finetune.models.forward_wrapper import ForwardWrapper
-from finetune.models.quantization import BLOCK
+from finetune.models.quantization import BLOCK, kept_modules
 from finetune.models.split_layers import Division
 from finetune.monitoring.flops import flops_per_target
 from finetune.optim import optimizers
@@ -303,11 +302,11 @@ def _packable(network: Any, recipe: Recipe) -> Iterator[Any]:
     if section.quantization is None or not isinstance(network, PreTrainedModel):
         return
     loaded = section.name is not None and section.quantization != "int8"
-    kept = get_keys_to_not_convert(network) if loaded else []
-    head = network.get_output_embeddings()
+    head = head_of(recipe)
+    kept = [] if head is None else kept_modules(network, head)
     for name, module in network.named_modules():
         linear = type(module) is nn.Linear or (loaded and type(module).__name__ == "Conv1D")
-        if not linear or module is head or (loaded and not should_convert_module(name, kept)):
+        if not linear or not should_convert_module(name, kept):
             continue
         if section.quantization == "int8" and module.in_features % 4:
             continue

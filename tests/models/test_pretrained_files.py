@@ -37,6 +37,7 @@ from finetune.models.heads import NEXT_TOKEN, Head
 from finetune.models.model_config import longest_row, resolve_model_config
 from finetune.tasks.causal_lm import CAUSAL_LM
 from finetune.tasks.classification import HEAD
+from finetune.tasks.token_classification import HEAD as TOKEN_HEAD
 from finetune.utils.errors import CheckpointError, FinetuneError, RecipeError
 
 Tensors = dict[str, torch.Tensor]
@@ -188,6 +189,41 @@ def test_new_heads_of_many_kinds(tmp_path: Path, model_type: str) -> None:
         spoiled = spoil(tmp_path / "head", tmp_path / "half", lambda tensors: tensors.pop(heads[-1]))
         with pytest.raises(RecipeError, match=f"lacks 1 of the network's tensors: {heads[-1]}"):
             checked(recipe_of(spoiled), HEAD, num_labels=2)
+
+
+PACKED = ("Linear4bit", "Linear8bit")
+
+
+@pytest.mark.parametrize("way", ["nf4", "int8", "stored"])
+@pytest.mark.parametrize("head", [HEAD, TOKEN_HEAD], ids=["sequence", "token"])
+@pytest.mark.parametrize("model_type", ["llama", "bert", "distilbert"])
+def test_a_new_head_is_not_packed(tmp_path: Path, model_type: str, head: Head, way: str) -> None:
+    """It is trained whole. Those of words, and of encoders, have a bias."""
+    sizes: dict[str, Any] = {"distilbert": {"dim": 16, "n_layers": 1, "n_heads": 2, "hidden_dim": 32}}.get(
+        model_type, {}
+    )
+    auto = AutoModelForCausalLM if model_type == "llama" else transformers.AutoModelForMaskedLM
+    folder = made(tmp_path / "base", model_type, auto, **sizes, max_position_embeddings=64)
+    model: dict[str, Any] = {"quantization": way}
+    if way == "stored":
+        # Stored as fp32, where packed weights may look like NaN.
+        packing = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_quant_storage=torch.float32)
+        whole, folder = auto.from_pretrained(folder, quantization_config=packing), tmp_path / "stored"
+        first = next(module for module in whole.modules() if type(module).__name__ == "Linear4bit")
+        first.weight.data[0] = torch.nan
+        whole.save_pretrained(folder)
+        AutoTokenizer.from_pretrained(MODEL).save_pretrained(folder)
+        model = {}
+    recipe = recipe_of(folder, model=model, lora={"rank": 2})
+    config = resolve_model_config(recipe, head, num_labels=3)
+    check_pretrained(recipe, config, head).check_values()  # type: ignore[union-attr]
+    network: Any = build_model(recipe, config, head)
+    kinds = {name: type(module).__name__ for name, module in network.named_modules()}
+    body = f".{network.base_model.model.base_model_prefix}."
+    adapted = {kind for name, kind in kinds.items() if body in name and name.endswith(".base_layer")}
+    assert adapted == {"Linear8bit" if way == "int8" else "Linear4bit"}
+    assert not {kind for name, kind in kinds.items() if body not in name} & set(PACKED)
+    assert any("modules_to_save" in name and p.requires_grad for name, p in network.named_parameters())
 
 
 ROBERTAS = ("roberta", "xlm-roberta", "camembert", "roberta-prelayernorm", "xlm-roberta-xl", "data2vec-text")

@@ -70,7 +70,7 @@ def test_loading_packs_what_packing_in_place_does(kind: str) -> None:
     read = packed(built(recipe_of(kind)))
     whole = built(recipe_of(None).model_copy(update={"lora": None}))
     recipe = recipe_of(kind)
-    quantization.quantize(whole, recipe.model)  # type: ignore[arg-type]
+    quantization.quantize(whole, recipe.model, NEXT_TOKEN)  # type: ignore[arg-type]
     ours = packed(lora_adapters.attach(whole, recipe, NEXT_TOKEN))
     assert read.keys() == ours.keys() != set()
     for name, module in read.items():

@@ -40,20 +40,21 @@ def _by_spawning() -> bool:
     return torch.cuda.is_available()
 
 
-def become(words: list[str], env: dict[str, str], cwd: str, out: str, err: str) -> None:
+def become(words: list[str], env: dict[str, str], cwd: str, out: str, err: str, *, spawned: bool) -> None:
     """Does what `python WORDS` does once it has imported what it needs.
 
     Args:
         env: The whole environment. Variables that libraries read when they are imported have no effect any more.
         out: A file that takes standard output; it is emptied first.
         err: Likewise for standard error; the same file for both is fine.
+        spawned: It is no fork; the environment may hide the GPU that was the reason.
     """
     import numpy as np
     import preloaded
 
     from finetune.utils import orphan_watch
 
-    assert _by_spawning() or os.getppid() == preloaded.LOADED_BY, "the fork server has not loaded `preloaded`"
+    assert spawned or os.getppid() == preloaded.LOADED_BY, "the fork server has not loaded `preloaded`"
     os.setsid()
     # What it prints must not depend on where the tests' output goes.
     for number, name, flags in (
@@ -98,10 +99,13 @@ class ForkServer:
         self, words: list[str], env: Mapping[str, str], out: Path, err: Path, cwd: Path = ROOT
     ) -> ForkServerProcess:
         """Starts `python WORDS`; `WORDS` is a script or `-m` and a module, with arguments."""
+        spawned = _by_spawning()
         process = self._context.Process(
-            target=become, args=(list(map(str, words)), dict(env), str(cwd), str(out), str(err))
+            target=become,
+            args=(list(map(str, words)), dict(env), str(cwd), str(out), str(err)),
+            kwargs={"spawned": spawned},
         )
-        if _by_spawning():
+        if spawned:
             theirs = dict(env)  # CUDA is asked for devices while the process imports, before `become` sets these
         else:
             # The server has the environment of whoever starts it, which the first process does.

@@ -34,3 +34,12 @@ def test_it_takes_the_single_process_path(launcher: Launcher, kind: str) -> None
         assert_same_path(single[name], run, 1e-4)
         found = json.loads((run.directory / "run.json").read_text())["runs"]
         assert found["wrapper"] != single[name].facts["runs"]["wrapper"]
+
+
+@pytest.mark.parametrize("kind", [pytest.param("ddp", marks=pytest.mark.xdist_group("short_ddp"))])
+def test_one_process_of_a_launch_file(launcher: Launcher, kind: str) -> None:
+    """What a machine with one GPU, or the rest of an elastic launch, runs of a file for several."""
+    jobs = {"full": JOBS["full"]}
+    alone = launcher.many(kind, jobs, processes=1)["full"].check()
+    assert_same_path(runs(launcher, "single")["full"], alone, 1e-6)
+    assert alone.facts["runs"]["kind"] == "single"

@@ -15,7 +15,6 @@ from finetune.distributed.launch.deepspeed_file import read_deepspeed_file
 from finetune.distributed.launch.launch_file import key_lines, read_launch_file
 from finetune.distributed.launch.launch_options import OPTIONS
 from finetune.distributed.launch.launch_schema import DeepspeedSection, FsdpSection, LaunchFile, ParallelismSection
-from finetune.distributed.rendezvous_names import ROUND
 from finetune.utils import orphan_watch
 from finetune.utils.compat.library_versions import require_installed
 from finetune.utils.errors import BackendError
@@ -215,8 +214,7 @@ def launch_of_environment(
     if num_processes == 1:
         check_tasks(env, 1)
     plain = Launch(
-        # What is left of an elastic launch may be one process, which is wrapped as several are.
-        kind="single" if num_processes == 1 and ROUND not in env else "ddp",
+        kind="single" if num_processes == 1 else "ddp",
         num_processes=num_processes,
         file=file,
         num_threads=num_threads,

@@ -317,6 +317,12 @@ class Strategy:
     """Traffic of a step, other than losses and norms, where there are several averaging ranks."""
 
 
+def _prepare_alone(runtime: Runtime, model: nn.Module, optimizer: torch.optim.Optimizer) -> Prepared:
+    """Prepares without wrapping: Accelerate would wrap a process of torch's launcher in DDP, but on a CPU only."""
+    accelerator = runtime.accelerator
+    return accelerator.prepare_model(model, evaluation_mode=True), accelerator.prepare_optimizer(optimizer)
+
+
 def _read_back(runtime: Runtime, model: Any) -> dict[str, Any]:
     facts, _ = read_parameters(model, runtime.optimizer, runtime.splits)
     return {"kind": "single", "due": (1.0, 1.0), **facts}
@@ -324,9 +330,10 @@ def _read_back(runtime: Runtime, model: Any) -> dict[str, Any]:
 
 STRATEGY = Strategy(
     holds=lambda model: not any(hasattr(model, name) for name in ("no_sync", "unshard", "zero_optimization_stage")),
+    prepare=_prepare_alone,
     read_back=_read_back,
 )
-"""One process that holds all of the network: every default."""
+"""One process that holds all of the network: nearly every default."""
 
 _MODULES = {
     "single": "strategy",
