@@ -202,19 +202,28 @@ def launch(parsed: argparse.Namespace) -> None:
 
 def _start(parsed: argparse.Namespace) -> None:
     from finetune.config import path_kinds
+    from finetune.distributed.launch import rendezvous
+
+    given, timeouts = arguments.launch_options(parsed), arguments.machine_timeouts(parsed)
+    if not parsed.dry_run:
+        with rendezvous.problems_told(parsed.config_file, given, "launch", timeouts):
+            _start_workers(parsed, given)
+        return
+    from finetune.distributed.launch.predicted_environment import predict_environment
+    from finetune.training.dry_run import describe
 
     recipe = arguments.load_named_recipe(parsed)
     path_kinds.check_paths(recipe)
-    if parsed.dry_run:
-        from finetune.distributed.launch.predicted_environment import predict_environment
-        from finetune.training.dry_run import describe
+    hub_access.go_offline_if_unreachable()
+    print(describe(recipe, predict_environment(parsed.config_file, given, os.environ)))
 
-        hub_access.go_offline_if_unreachable()
-        print(describe(recipe, predict_environment(parsed.config_file, arguments.launch_options(parsed), os.environ)))
-        return
+
+def _start_workers(parsed: argparse.Namespace, given: dict[str, str]) -> None:
+    from finetune.config import path_kinds
     from finetune.distributed.launch.launcher import launch_workers
 
-    given = arguments.launch_options(parsed)
+    recipe = arguments.load_named_recipe(parsed)
+    path_kinds.check_paths(recipe)
     if "nnodes" in given:
         _check_machines(parsed, recipe)
     options = [word for option, value in given.items() for word in (f"--{option}", value)]
@@ -276,6 +285,11 @@ def doctor(parsed: argparse.Namespace) -> int:
         # What cannot be read here is known before the others are waited for.
         checks = [] if problems else [partial(check_machines, timeouts=timeouts, say=arguments.to_stderr)]
     results = report_checks(asked, problems, quiet=parsed.json, checks=checks)
+    if parsed.machines and problems and asked.foreseen is not None and asked.machines > 1:
+        from finetune.distributed.launch import rendezvous
+
+        plan = rendezvous.plan_machine(asked.foreseen, "doctor", {}, **timeouts)
+        rendezvous.tell_problem(plan, " ".join(problem.found for problem in problems))
     if parsed.json:
         print(json.dumps([vars(result) for result in results], indent=2))
     return 1 if any(result.status == "failure" for result in results) else 0

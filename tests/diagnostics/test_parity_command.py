@@ -215,6 +215,24 @@ def test_drift_that_grew_slowly_may_be_rounding(pair: Any, apart: tuple[float, .
     assert any("rounding that grows" in note for note in found.notes) == grows
 
 
+@pytest.mark.parametrize(
+    ("at", "tall", "loss", "said"),
+    [(2, 2.0, 1e-4, True), (2, 1.0, 1e-4, False), (2, 2.0, 5e-3, False), (0, 2.0, 1e-4, False)],
+    ids=["a spike", "no spike", "the loss too", "another step"],
+)
+def test_a_spike_in_16_bit_is_a_note(pair: Any, at: int, tall: float, loss: float, said: bool) -> None:
+    facts = {**pair[0].facts, "precision": "bf16"}
+    norms = [1.0, 1.0, tall, 1.0, 1.0]
+    steps = {n: {**line, "grad_norm": norm} for (n, line), norm in zip(pair[0].steps.items(), norms, strict=True)}
+    other = {n: dict(line) for n, line in steps.items()}
+    other[list(steps)[at]]["grad_norm"] *= 1.03
+    other[list(steps)[2]]["loss"] *= 1 + loss
+    one = replace(pair[0], facts=facts, steps=steps)
+    found = compare_runs(one, replace(one, steps=other))
+    assert not found.holds
+    assert any("stand out among their neighbours" in note for note in found.notes) == said
+
+
 def test_a_changed_weight_is_named(pair: Any) -> None:
     one, copy = pair
     file = copy / "model" / "model.safetensors"

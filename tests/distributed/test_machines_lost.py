@@ -219,7 +219,27 @@ def test_runs_and_their_doctor(machines: Machines, tmp_path: Path) -> None:
         assert program.wait(START_S) == 2
         assert program.output.count("Error: ") == 1
         assert "Recipe: optim.lr is 0.002 on machine 1, and 0.001 on machine 0." in program.output
+    # A machine that cannot read its recipe says so to the other, which would wait for it.
+    for failed in (0, 1):
+        files = [str(tmp_path / "nowhere.yaml") if rank == failed else str(recipe) for rank in range(2)]
+        programs = [
+            machine.start([*by_finetune(launch_file, files[rank]), *waits, "--machine_rank", str(rank)])
+            for rank, machine in enumerate(machines[:2])
+        ]
+        for rank, program in enumerate(programs):
+            assert program.wait(START_S) == 2
+            assert program.output.count("Error: ") == 1
+            named = f"nothing was started. On machine {failed} (m{failed}): " if rank != failed else ""
+            assert re.search(rf"Error: .*{re.escape(named)}.*nowhere\.yaml", program.output), program.output
     # The same, and the network, looked at ahead.
+    told = [sys.executable, "-m", "finetune", "doctor", "--machines", "--config_file", str(launch_file), "--recipe"]
+    programs = [
+        machine.start([*told, file, *waits, "--machine_rank", str(rank)])
+        for rank, (machine, file) in enumerate(zip(machines[:2], (str(recipe), "nowhere.yaml"), strict=True))
+    ]
+    for program in programs:
+        assert program.wait(START_S) == 1
+        assert program.output.count("nowhere.yaml") == 1, program.output
     words = [sys.executable, "-m", "finetune", "doctor", "--machines", "--config_file", str(launch_file)]
     programs = [machine.start([*words, "--machine_rank", str(rank)]) for rank, machine in enumerate(machines[:2])]
     for program in programs:

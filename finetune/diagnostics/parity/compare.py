@@ -204,7 +204,19 @@ def compare_runs(one: FinishedRun, other: FinishedRun) -> Comparison:
             "the runs begin alike and part slowly: rounding that grows over a long run looks like this; see "
             "`finetune docs parity`, long runs"
         )
+    over_at = [at for at, d in steps.items() if d["loss"] > allowed.loss or d["grad_norm"] > allowed.norm]
+    if allowed is not _FP32 and over_at and all(_is_spike(one, at) and steps[at]["loss"] <= 1e-3 for at in over_at):
+        notes.append(
+            "only gradient norms that stand out among their neighbours are apart, and no loss by more than 1e-3: "
+            "what 16 bit rounds shows most there; compare in fp32 to be sure"
+        )
     return Comparison(one, other, allowed, steps, first, tensor, reasons, notes)
+
+
+def _is_spike(run: FinishedRun, step: int) -> bool:
+    """True if the gradient norm of a step is half again as large as those of the steps beside it."""
+    beside = [run.steps[other]["grad_norm"] for other in (step - 1, step + 1) if other in run.steps]
+    return bool(beside) and float(run.steps[step]["grad_norm"]) > 1.5 * max(beside)
 
 
 def _notes(one: FinishedRun, other: FinishedRun) -> Iterator[str]:

@@ -12,12 +12,13 @@ import json
 import os
 import secrets
 import socket
+import sys
 import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -26,8 +27,9 @@ from finetune.distributed.launch import machine_facts, machine_links
 from finetune.distributed.launch.machine_facts import MachineFacts, capital, named_machines
 from finetune.distributed.launch.machine_links import Link, LinkListener
 from finetune.distributed.launch.network_interface import NetworkInterface, bare_host, find_interface, named_interface
-from finetune.distributed.launch.predicted_environment import PredictedEnvironment
-from finetune.utils.errors import BackendError
+from finetune.distributed.launch.predicted_environment import PredictedEnvironment, predict_environment
+from finetune.utils.errors import BackendError, FinetuneError
+from finetune.utils.exit_codes import USER_ERROR, print_error
 
 JOIN_TIMEOUT_S, HEARTBEAT_TIMEOUT_S = 300.0, 30.0
 
@@ -38,6 +40,8 @@ _LIVE_S = 5.0
 _SLACK_S = 10.0
 # After a refusal, machine 0 tells those that come so much later.
 _LINGER_S = 10.0
+# How long a machine that cannot start what it was given waits for the others, to tell them.
+_TELL_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,46 @@ def plan_machine(
     )
     host = bare_host(asked.main_process_ip or "")
     return MachinePlan(host, asked.main_process_port, facts, join_timeout_s, heartbeat_timeout_s)
+
+
+@contextmanager
+def problems_told(
+    config_file: str, options: Mapping[str, str], verb: str, timeouts: Mapping[str, float]
+) -> Iterator[None]:
+    """Tells the other machines of a launch of an error that is raised within; they would wait for this machine.
+
+    Raises:
+        SystemExit: After an error that it has printed and told.
+    """
+    try:
+        yield
+    except FinetuneError as error:
+        try:
+            foreseen = predict_environment(config_file, options, os.environ)
+        except FinetuneError:
+            raise error from None  # it says the same, or stands before it
+        if foreseen.asked.num_machines == 1 or foreseen.asked.nnodes is not None:
+            raise
+        print_error(error)
+        tell_problem(plan_machine(foreseen, verb, {}, **timeouts), " ".join(str(error).split()))
+        raise SystemExit(USER_ERROR) from None
+
+
+def tell_problem(plan: MachinePlan, problem: str) -> None:
+    """Tells the other machines of a launch that this one cannot start, and why; waits a little for them."""
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    facts = replace(plan.facts, problem=f"On machine {plan.facts.rank} ({plan.facts.host}): {problem}")
+    plan = replace(plan, facts=facts, join_timeout_s=min(_TELL_S, plan.join_timeout_s))
+    say(f"Telling the other machines, for at most {plan.join_timeout_s:g} s.")
+    meeting = Meeting(plan, say)
+    try:
+        meeting.hold()
+    except BackendError:
+        meeting.tell_late_ones()
 
 
 def hand_over(plan: MachinePlan, variable: str) -> None:
@@ -197,6 +241,7 @@ class Meeting:
     def _meet(self) -> Rendezvous:
         interface, problem = self._open()
         own, plan = self._plan.facts, self._plan
+        problem = own.problem or problem
         try:
             interface = named_interface(interface, os.environ)
         except BackendError as error:
