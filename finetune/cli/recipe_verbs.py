@@ -206,7 +206,7 @@ def _start(parsed: argparse.Namespace) -> None:
 
     given, timeouts = arguments.launch_options(parsed), arguments.machine_timeouts(parsed)
     if not parsed.dry_run:
-        with rendezvous.problems_told(parsed.config_file, given, "launch", timeouts):
+        with rendezvous.problems_told(parsed.config_file, given, "launch", timeouts, arguments.to_stderr):
             _start_workers(parsed, given)
         return
     from finetune.distributed.launch.predicted_environment import predict_environment
@@ -289,7 +289,7 @@ def doctor(parsed: argparse.Namespace) -> int:
         from finetune.distributed.launch import rendezvous
 
         plan = rendezvous.plan_machine(asked.foreseen, "doctor", {}, **timeouts)
-        rendezvous.tell_problem(plan, " ".join(problem.found for problem in problems))
+        rendezvous.tell_problem(plan, " ".join(problem.found for problem in problems), arguments.to_stderr)
     if parsed.json:
         print(json.dumps([vars(result) for result in results], indent=2))
     return 1 if any(result.status == "failure" for result in results) else 0

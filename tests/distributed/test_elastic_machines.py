@@ -16,7 +16,7 @@ from ranks import PARAGRAPH, by_finetune, launch_file
 
 from finetune.utils.exit_codes import REQUEUE
 
-pytestmark = [pytest.mark.machines, pytest.mark.xdist_group("machines")]
+pytestmark = [pytest.mark.machines, pytest.mark.xdist_group("machines_elastic")]
 
 # A lost machine is known in 4 s, and one that may come is waited for no longer than 3 s.
 QUICK = "keep_alive_interval=1,keep_alive_max_attempt=4,last_call_timeout=3,join_timeout=100,read_timeout=10"

@@ -18,7 +18,7 @@ from harness import ROOT
 from machines import Machines, Program
 from ranks import Place, by_finetune, lines
 
-pytestmark = [pytest.mark.machines, pytest.mark.xdist_group("machines")]
+pytestmark = [pytest.mark.machines, pytest.mark.xdist_group("machines_lost")]
 
 STUB = str(ROOT / "tests/support/machine_stub.py")
 # Seconds after which a machine that says nothing is given up, and the most that it may take beyond.

@@ -18,7 +18,7 @@ from ranks import PARAGRAPH
 
 from finetune.distributed.launch.machine_facts import library_versions
 
-pytestmark = [pytest.mark.machines, pytest.mark.xdist_group("machines")]
+pytestmark = [pytest.mark.machines, pytest.mark.xdist_group("machines_meet")]
 
 FIRST, SIXTH, ELSEWHERE = "10.78.0.1", "fd78::1", "10.78.0.77"
 # As the launcher has it.

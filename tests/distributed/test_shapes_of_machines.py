@@ -13,7 +13,7 @@ from recipes_for_tests import SGD, base
 
 from finetune.utils.atomic_files import read_lines
 
-pytestmark = [pytest.mark.machines, pytest.mark.xdist_group("machines")]
+pytestmark = [pytest.mark.machines, pytest.mark.xdist_group("machines_shapes")]
 
 RECIPE = base(
     data={**base()["data"], "sequence_length": 64, "num_workers": 1},

@@ -23,13 +23,13 @@ class Tied(nn.Module):
 
 
 def prepared(untie: bool) -> None:
-    def prepare(model: Any, optimizer: Any) -> tuple[Any, Any]:
+    def prepare_model(model: Any, evaluation_mode: bool) -> Any:
         if untie:
             # What accelerate 1.14 comes to, which shards the ends one after the other.
             model.head.weight = nn.Parameter(model.embed.weight.detach().clone())
-        return model, optimizer
+        return model
 
-    accelerator: Any = SimpleNamespace(prepare=prepare)
+    accelerator: Any = SimpleNamespace(prepare_model=prepare_model, prepare_optimizer=lambda optimizer: optimizer)
     network = Tied()
     backend = Backend(accelerator, Launch("single", 1), strategy.STRATEGY, ONE_RANK, "fp32", 1)
     backend.prepare(network, torch.optim.SGD(network.parameters(), lr=0.1))

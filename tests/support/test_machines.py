@@ -10,7 +10,7 @@ from forkserver import until
 from harness import environment
 from machines import LOOPBACK, Machines, Program
 
-pytestmark = [pytest.mark.machines, pytest.mark.xdist_group("machines")]
+pytestmark = [pytest.mark.machines, pytest.mark.xdist_group("machines_meet")]
 
 PORT = 4000
 ECHO = f"""

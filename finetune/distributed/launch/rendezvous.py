@@ -12,7 +12,6 @@ import json
 import os
 import secrets
 import socket
-import sys
 import tempfile
 import threading
 import time
@@ -87,9 +86,19 @@ def plan_machine(
 
 @contextmanager
 def problems_told(
-    config_file: str, options: Mapping[str, str], verb: str, timeouts: Mapping[str, float]
+    config_file: str,
+    options: Mapping[str, str],
+    verb: str,
+    timeouts: Mapping[str, float],
+    say: Callable[[str], None],
 ) -> Iterator[None]:
     """Tells the other machines of a launch of an error that is raised within; they would wait for this machine.
+
+    Args:
+        options: Options of the launch file that were given, such as `machine_rank`.
+        verb: Command that every machine must have started.
+        timeouts: See `MachinePlan`.
+        say: Prints a line.
 
     Raises:
         SystemExit: After an error that it has printed and told.
@@ -104,16 +113,12 @@ def problems_told(
         if foreseen.asked.num_machines == 1 or foreseen.asked.nnodes is not None:
             raise
         print_error(error)
-        tell_problem(plan_machine(foreseen, verb, {}, **timeouts), " ".join(str(error).split()))
+        tell_problem(plan_machine(foreseen, verb, {}, **timeouts), " ".join(str(error).split()), say)
         raise SystemExit(USER_ERROR) from None
 
 
-def tell_problem(plan: MachinePlan, problem: str) -> None:
+def tell_problem(plan: MachinePlan, problem: str, say: Callable[[str], None]) -> None:
     """Tells the other machines of a launch that this one cannot start, and why; waits a little for them."""
-
-    def say(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
-
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     facts = replace(plan.facts, problem=f"On machine {plan.facts.rank} ({plan.facts.host}): {problem}")
     plan = replace(plan, facts=facts, join_timeout_s=min(_TELL_S, plan.join_timeout_s))
