@@ -243,6 +243,7 @@ def runs(out: Path, *, tiny: bool) -> Iterator[Row]:
             "length.steps=20",
         )
         jobs["8-bit AdamW"] = ("precision=bf16", "optim.name=AdamW8bit", "optim.args={}")
+        jobs["paged 8-bit AdamW"] = ("precision=bf16", "optim.name=PagedAdamW8bit", "optim.args={}")
     layers = "hidden_size: 288, intermediate_size: 768, num_hidden_layers: 6, num_attention_heads: 6"
     wide = (f"model.config={{model_type: llama, {layers}, max_position_embeddings: 256}}", "length.steps=30")
     for precision in ("fp32", "bf16", *(["fp16"] if torch.cuda.is_available() else [])):

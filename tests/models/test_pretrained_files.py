@@ -194,7 +194,7 @@ def test_new_heads_of_many_kinds(tmp_path: Path, model_type: str) -> None:
 PACKED = ("Linear4bit", "Linear8bit")
 
 
-@pytest.mark.parametrize("way", ["nf4", "int8", "stored"])
+@pytest.mark.parametrize("way", ["nf4", "int8", "float32", "bfloat16", "uint8"])
 @pytest.mark.parametrize("head", [HEAD, TOKEN_HEAD], ids=["sequence", "token"])
 @pytest.mark.parametrize("model_type", ["llama", "bert", "distilbert"])
 def test_a_new_head_is_not_packed(tmp_path: Path, model_type: str, head: Head, way: str) -> None:
@@ -205,12 +205,14 @@ def test_a_new_head_is_not_packed(tmp_path: Path, model_type: str, head: Head, w
     auto = AutoModelForCausalLM if model_type == "llama" else transformers.AutoModelForMaskedLM
     folder = made(tmp_path / "base", model_type, auto, **sizes, max_position_embeddings=64)
     model: dict[str, Any] = {"quantization": way}
-    if way == "stored":
-        # Stored as fp32, where packed weights may look like NaN.
-        packing = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_quant_storage=torch.float32)
+    if way not in ("nf4", "int8"):
+        # Packed weights lie on the disk as this type; as a float they may look like NaN.
+        storage = getattr(torch, way)
+        packing = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_quant_storage=storage)
         whole, folder = auto.from_pretrained(folder, quantization_config=packing), tmp_path / "stored"
         first = next(module for module in whole.modules() if type(module).__name__ == "Linear4bit")
-        first.weight.data[0] = torch.nan
+        if storage.is_floating_point:
+            first.weight.data[0] = torch.nan
         whole.save_pretrained(folder)
         AutoTokenizer.from_pretrained(MODEL).save_pretrained(folder)
         model = {}
