@@ -18,6 +18,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -25,6 +26,7 @@ from rich.console import Console
 
 from finetune.config.recipe_schema import Event, GuardSection
 from finetune.utils.errors import RecipeError
+from finetune.utils.exit_codes import ALERTED
 
 # How long a webhook or command may take, and how long whoever waits for it does. Ranks that fail alike wait 10 s for
 # rank 0 (`exit_codes`), which sends first.
@@ -78,6 +80,8 @@ def send_alert(guard: GuardSection, event: Event, text: str, facts: Mapping[str,
             sender.join(max(0.0, until - time.monotonic()))
             if sender.is_alive():
                 _warn(event, f"nothing answered within {_PATIENCE_S:g} s")
+        if wait and ALERTED in os.environ:
+            Path(os.environ[ALERTED]).touch()
     except Exception as error:
         _warn(event, type(error).__name__)
 

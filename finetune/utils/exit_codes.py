@@ -28,6 +28,9 @@ REQUEUE = 75
 # Source: BSD's sysexits.h, EX_UNAVAILABLE.
 LOST_RANK = 69
 
+ALERTED = "FINETUNE_ALERTED"
+"""Variable in which a launcher names a file that rank 0 writes once it has sent an alert of how the run ended."""
+
 # For users of another launcher, whose traceback and exit code no worker can change.
 _HINT = "`finetune launch` takes the same launch file and recipe, and ends with the error and exit code 2 only."
 

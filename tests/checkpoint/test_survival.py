@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 import pytest
+import yaml
 from chaos import Moment, Victim, ask, finish, kill, launched, straight
 from forkserver import ForkServer, until
 from harness import LIMIT_S, ROOT, command, environment
@@ -176,9 +177,16 @@ def test_a_killed_rank_is_named_and_the_launcher_starts_again_by_itself(
 
 
 def test_a_killed_rank_is_what_is_reported(victim: Victim) -> None:
-    """Not the ranks that lost it, which end a moment later."""
+    """Not the ranks that lost it, which end a moment later. One alert is sent, by rank 0 or in its place."""
+    alerts = victim.folder / "alerts"
+    recipe = yaml.safe_load(victim.recipe.read_text())
+    recipe["guard"] = {**recipe.get("guard", {}), "alert": f"sh -c 'cat >> {alerts}; echo >> {alerts}'"}
+    victim.recipe.write_text(yaml.safe_dump(recipe))
     with launched(victim, kill={"rank": 1, "at": 9}) as process:
         assert process.wait(LIMIT_S) == 128 + signal.SIGKILL
+    (alert,) = [json.loads(line) for line in alerts.read_text().splitlines()]
+    assert alert["event"] == "failed"
+    assert "Another rank is gone" in alert["text"] or "rank 1 was ended by SIGKILL" in alert["text"]
     said = said_by(victim)
     assert "The worker of rank 1 was ended by SIGKILL" in said
     assert "Traceback" not in said

@@ -378,8 +378,11 @@ if what == "show":
 
 
 def with_worker(place: Place) -> dict[str, str]:
-    """The environment in which `worker` is a module."""
-    place.write("worker.py", WORKER)
+    """The environment in which `worker` is a package that can be run, and has something to tell of its failure."""
+    (place.folder / "worker").mkdir()
+    place.write("worker/__main__.py", WORKER)
+    tells = "def send_alert_of_failure(arguments, text): print('told', arguments, text)\n"
+    place.write("worker/launch_failed.py", tells)
     env = environment()
     return {**env, "PYTHONPATH": f"{env['PYTHONPATH']}:{place.folder}"}
 
@@ -387,17 +390,19 @@ def with_worker(place: Place) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("config", "what", "code", "says"),
     [
-        ("ddp", "raise", 1, "ValueError: a real crash"),
-        ("ddp", "kill", 137, "The worker of rank 0 was ended by SIGKILL"),
-        ("single", "raise", 1, "ValueError: a real crash"),
-        ("single", "kill", 137, "The worker was ended by SIGKILL"),
+        ("ddp", "raise", 1, "told ['raise'] The worker of rank 0 ended with exit code 1; its output says more."),
+        ("ddp", "kill", 137, "told ['kill'] The worker of rank 0 was ended by SIGKILL"),
+        ("single", "raise", 1, "told ['raise'] The worker ended with exit code 1; its output says more."),
+        ("single", "kill", 137, "told ['kill'] The worker was ended by SIGKILL"),
     ],
 )
 def test_launcher_shows_a_crash_and_hides_its_own(place: Place, config: str, what: str, code: int, says: str) -> None:
     got, output = run(by_launcher(config, what, module="worker"), env=with_worker(place))
     assert got == code, output
     assert says in output
-    assert output.count("Traceback") == (what == "raise")
+    assert output.count("told") == 1
+    assert ("\nThe worker" in output) == (what == "kill")
+    assert output.count("Traceback") == output.count("ValueError: a real crash") == (what == "raise")
     for own in ("ChildFailedError", "CalledProcessError", "torch/distributed/elastic"):
         assert own not in output
 
@@ -417,5 +422,6 @@ def test_launcher_leaves_workers_the_terminal(place: Place) -> None:
     finally:
         os.close(ours)
     assert process.wait(LIMIT_S) == 0
+    assert b"told" not in seen
     assert b"rank 0 on a terminal: True" in seen
     assert b"rank 1 on a terminal: True" in seen

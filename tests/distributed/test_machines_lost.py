@@ -180,7 +180,9 @@ def test_runs_and_their_doctor(machines: Machines, tmp_path: Path) -> None:
     launch_file = tmp_path / "launch.yaml"
     launch_file.write_text(yaml.safe_dump({"distributed_type": "MULTI_GPU", **place}))
     (tmp_path / "train.jsonl").write_text(lines(64))
-    recipe = Place(tmp_path, None).recipe(length={"steps": 1_000_000})  # type: ignore[arg-type]
+    alerts = tmp_path / "alerts"
+    guard = {"alert": f"sh -c 'cat >> {alerts}; echo >> {alerts}'"}
+    recipe = Place(tmp_path, None).recipe(length={"steps": 1_000_000}, guard=guard)  # type: ignore[arg-type]
     waits = ["--join-timeout", str(START_S), "--heartbeat-timeout", str(PATIENCE_S)]
     words = [*by_finetune(launch_file, str(recipe)), *waits, "--machine_rank"]
     programs = [machine.start([*words, str(rank)]) for rank, machine in enumerate(machines[:2])]
@@ -197,6 +199,10 @@ def test_runs_and_their_doctor(machines: Machines, tmp_path: Path) -> None:
     assert programs[0].wait(PATIENCE_S + BEYOND_S) == 1
     machines[0].wait_until_idle(5.0)
     assert "Error: Machine 1 (m1, 10.78.0.2) has not been heard of for 4 s" in programs[0].output
+    # Rank 0 may have told of it, before it was ended.
+    told = [json.loads(line) for line in alerts.read_text().splitlines()]
+    assert {alert["event"] for alert in told} == {"failed"}
+    assert any("Another rank is gone" in alert["text"] or "Machine 1 (m1" in alert["text"] for alert in told)
     # A worker that stands still is named on the other machine, and both launches end.
     programs = [
         machine.start([*words, str(rank), "guard.stall_s=1", "log.every_steps=1"])

@@ -20,10 +20,12 @@ from finetune.cli import main
 from finetune.config.recipe import load_recipe, validate_recipe
 from finetune.config.recipe_schema import GuardSection
 from finetune.diagnostics.parity.launch_runs import find_launches, write_recipes
+from finetune.distributed.launch.failure_alert import FailureAlert
 from finetune.monitoring import alerts
 from finetune.training import api, entry_point, finish_run
 from finetune.training.run import BuiltRun
 from finetune.utils.errors import CheckpointError, DivergedError, RecipeError
+from finetune.utils.exit_codes import ALERTED
 
 TOKEN = "T0SECRET"
 
@@ -334,6 +336,38 @@ def test_runs_that_are_compared_tell_nobody(tmp_path: Path) -> None:
     recipe = validate_recipe(mlp(tmp_path / "run", guard=GUARD))
     written = write_recipes(recipe, find_launches("single,ddp"), tmp_path, steps=1, shrink=False)
     assert [load_recipe(file).guard for file in written.values()] == [GuardSection(max_skipped_steps=2)] * 2
+
+
+def test_a_launch_that_fails_before_rank_0_can_tell(
+    webhook: Webhook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launcher tells in its place, and only then."""
+    monkeypatch.setenv(ALERTED, "")  # which the launcher sets
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(mlp(tmp_path / "run", guard=GUARD)))
+    alert = FailureAlert("finetune.training", ["--quiet", str(recipe), "length.steps=3"], tmp_path)
+    alert.send("The worker of rank 0 was ended by SIGKILL.")
+    (message,) = webhook.messages
+    assert message["event"] == "failed"
+    assert message["run"] == str(tmp_path / "run")
+    assert "The worker of rank 0 was ended by SIGKILL." in message["text"]
+    (tmp_path / "alerted").unlink()
+    # As rank 0 does.
+    guard = GuardSection.model_validate(GUARD)
+    alerts.send_alert(guard, "failed", "a bug", {}, wait=True)
+    alert.send("told already")
+    alert.workers_ended()
+    alert.send("told already")
+    # Workers that were started again.
+    alert.workers_ended()
+    alert.send("failed again")
+    assert len(webhook.messages) == 3
+    assert "failed again" in webhook.messages[-1]["text"]
+    FailureAlert("json", [], tmp_path / "other").send("its package has nothing to tell")
+    FailureAlert(None, [], tmp_path / "other").send("a script")
+    quiet = FailureAlert("finetune.training", [str(recipe), "guard.alert=null"], tmp_path / "other")
+    quiet.send("nobody asked")
+    assert len(webhook.messages) == 3
 
 
 # ---------------------------------------------------------------- secrets

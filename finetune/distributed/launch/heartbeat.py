@@ -41,6 +41,8 @@ class _Ending:
 
     text: str
     code: int
+    lost: tuple[int, ...] = ()
+    """Machines that are gone."""
     after: float = 0.0
     """Time by the monotonic clock before which workers may still end by themselves."""
 
@@ -74,6 +76,12 @@ class Heartbeat:
     def has_ended_workers(self) -> bool:
         """True if there is a reason why workers were ended, which is said."""
         return self._ending is not None
+
+    @property
+    def alert(self) -> str | None:
+        """Why the launch ends, for machine 0 to tell, and for machine 1 if that one is gone; else None."""
+        first = 0 if self._ending is None or 0 not in self._ending.lost else 1
+        return self._ending.text if self._ending is not None and self._own == first else None
 
     def workers_ended(self, codes: Sequence[int | None]) -> None:
         """Ends the launch on all machines at once if one of this machine's workers has failed.
@@ -188,7 +196,7 @@ class Heartbeat:
                     text = (
                         f"The launcher of {self._machines[0].place} has ended: it was killed, or its machine stopped."
                     )
-                    self._tell(_Ending(f"{text}{_LAST}", 1))
+                    self._tell(_Ending(f"{text}{_LAST}", 1, lost=(0,)))
                     self._said_word.set()
                     return
             self._wake.wait(_WATCH_S if self._word else _COUNT_S)
@@ -218,7 +226,7 @@ class Heartbeat:
                 f"{capital(here)} has not reached {self._machines[0].place} for {quiet:.0f} s: the network between "
                 "them is cut, or machine 0 is down."
             )
-            return _Ending(f"{text}{_LAST}", 1)
+            return _Ending(f"{text}{_LAST}", 1, lost=(0,))
         still = {rank: now - at for rank, (_, at) in self._counts.items() if rank not in self._left}
         silent = {rank: stood for rank, stood in still.items() if stood > limit}
         # A machine does not know what it could not read.
@@ -232,7 +240,7 @@ class Heartbeat:
             text = f"{text} by {here}, which is itself cut off the network, or all of them are down."
         else:
             text = f"{text}: {'they are' if len(silent) > 1 else 'it is'} down, or cut off the network."
-        return _Ending(f"{text}{_LAST}", 1)
+        return _Ending(f"{text}{_LAST}", 1, lost=tuple(silent))
 
 
 def kill_descendants() -> None:

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from finetune.distributed.launch.elastic import elastic_agents, why_ended
+from finetune.distributed.launch.failure_alert import FailureAlert
 from finetune.distributed.launch.launch_config import (
     check_installed,
     given_options,
@@ -195,7 +196,6 @@ def main(arguments: Sequence[str]) -> int:
     sent: list[int] = []
     # What torchrun itself handles: Accelerate passes it on.
     parsed.signals_to_handle = signal.SIGQUIT.name
-    _end_workers_sooner(sent, heartbeat)
     asked = read_launch_file(parsed.config_file).model_copy(update=given_options(parsed)) if parsed.nnodes else None
     # Accelerate would hand it to torchrun, whose own default it is not.
     del parsed.nnodes
@@ -212,18 +212,22 @@ def main(arguments: Sequence[str]) -> int:
     ):
         # torchrun would leave a folder of its own behind.
         parsed.log_dir = parsed.log_dir or str(folder)
+        alert = FailureAlert(parsed.training_script if parsed.module else None, parsed.training_script_args, folder)
+        _end_workers_sooner(sent, alert, heartbeat)
         if heartbeat is None:
-            return _run(launch_command, parsed, sent, asked)
+            return _run(launch_command, parsed, sent, alert, asked)
         code = 1
         try:
             # Accelerate refuses a port that is in use: here it is, by the store that torchrun goes on with.
             with patch("accelerate.utils.launch.is_port_in_use", lambda port: False):
-                code = _run(launch_command, parsed, sent, asked, heartbeat)
+                code = _run(launch_command, parsed, sent, alert, asked, heartbeat)
         except signals.Interrupted as error:
             code = 128 + error.number
             raise
         finally:
             code = heartbeat.finish(code)
+            if heartbeat.alert is not None and code != USER_ERROR:
+                alert.send(heartbeat.alert)
         return code
 
 
@@ -256,6 +260,7 @@ def _run(
     launch_command: Callable[[Any], None],
     parsed: Any,
     sent: Sequence[int],
+    alert: FailureAlert,
     asked: LaunchFile | None = None,
     heartbeat: "Heartbeat | None" = None,
 ) -> int:
@@ -267,15 +272,19 @@ def _run(
         launch_command(parsed)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        return _account(f"The worker of rank {rank}", failure.exitcode, heartbeat)
+        # Of machines that come and go, the one of rank 0 tells.
+        told = None if heartbeat is not None or (asked is not None and rank != 0) else alert
+        return _account(f"The worker of rank {rank}", failure.exitcode, told, heartbeat)
     except subprocess.CalledProcessError as error:
-        return _account("The worker", error.returncode)
+        return _account("The worker", error.returncode, alert)
     except _Stopped as error:
         failed = [code for code in error.args if code not in (0, REQUEUE)]
         if not failed:
             return REQUEUE if REQUEUE in error.args else 0
         if USER_ERROR in failed:
             return USER_ERROR
+        if any(code is None or code < 0 for code in failed):
+            alert.send("Workers were asked to stop, and were killed before all had saved.")
         # One that failed says more than those that were ended with it.
         return next((code for code in failed if code is not None and code > 0), 128 + sent[0])
     except SignalException as error:
@@ -291,7 +300,7 @@ def _run(
     return 0
 
 
-def _end_workers_sooner(sent: Sequence[int], heartbeat: "Heartbeat | None") -> None:
+def _end_workers_sooner(sent: Sequence[int], alert: FailureAlert, heartbeat: "Heartbeat | None") -> None:
     """Has torchrun kill hung workers sooner, end with those that were asked to, and tell other machines of them."""
     from torch.distributed.elastic.multiprocessing.api import PContext, SubprocessContext
 
@@ -304,6 +313,8 @@ def _end_workers_sooner(sent: Sequence[int], heartbeat: "Heartbeat | None") -> N
         close(self, death_sig, timeout)
         codes = [handler.proc.returncode for handler in self.subprocess_handlers.values()]
         again = self in closed
+        if not again:
+            alert.workers_ended()
         closed.add(self)
         # What a user has to change is the same after a restart.
         if not again and (sent or USER_ERROR in codes):
@@ -312,16 +323,22 @@ def _end_workers_sooner(sent: Sequence[int], heartbeat: "Heartbeat | None") -> N
     PContext.close = sooner  # type: ignore[method-assign]
 
 
-def _account(who: str, code: int, heartbeat: "Heartbeat | None" = None) -> int:
-    """Says how a worker ended, unless that is said already; returns the exit code as a shell would."""
-    if code >= 0:
-        return code
-    if heartbeat is not None and heartbeat.has_ended_workers:
-        return 128 - code
-    name = signal.Signals(-code).name
-    hint = ", which is what the kernel does when memory runs out" if name == "SIGKILL" else ""
-    print(f"\n{who} was ended by {name}{hint}.", file=sys.stderr, flush=True)
-    return 128 - code
+def _account(who: str, code: int, alert: FailureAlert | None, heartbeat: "Heartbeat | None" = None) -> int:
+    """Says how a worker ended, unless that is said already; returns the exit code as a shell would.
+
+    Args:
+        alert: What tells of it, if this launcher is to.
+    """
+    text = f"{who} ended with exit code {code}; its output says more."
+    if code < 0:
+        name = signal.Signals(-code).name
+        hint = ", which is what the kernel does when memory runs out" if name == "SIGKILL" else ""
+        text = f"{who} was ended by {name}{hint}."
+        if heartbeat is None or not heartbeat.has_ended_workers:
+            print(f"\n{text}", file=sys.stderr, flush=True)
+    if alert is not None and code not in (USER_ERROR, REQUEUE):
+        alert.send(text)
+    return 128 - code if code < 0 else code
 
 
 class _ForkedWorker:
