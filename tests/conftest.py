@@ -3,11 +3,13 @@ import os
 import shutil
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import machines
 import pytest
 import testdata
+from forking_python import ForkingPython
 from forkserver import ForkServer
 from harness import Launcher
 from hypothesis import settings
@@ -121,6 +123,16 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 @pytest.fixture(scope="session")
 def fork_server() -> ForkServer:
     return ForkServer()
+
+
+@pytest.fixture(scope="session")
+def quick_python(fork_server: ForkServer) -> Iterator[str]:
+    """A `python` for commands in a shell, whose starts are forks."""
+    # A socket's path may have a hundred characters.
+    with tempfile.TemporaryDirectory(prefix="finetune-python-") as folder:
+        made = ForkingPython(fork_server, Path(folder))
+        yield str(made.executable)
+        made.end()
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from finetune.utils import json_files
@@ -276,6 +277,15 @@ def _new_head(network: PreTrainedModel, missing: set[str]) -> set[str]:
         return set()
     pooler = {name for name in names - head if "pooler" in name.split(".")}
     return head | pooler if pooler <= missing else head
+
+
+def absent_linears(network: PreTrainedModel, folder: Path) -> list[str]:
+    """Returns the names of a body's linear modules whose weights a model's files lack."""
+    found = {name for file in weight_files(folder) for name in _dtypes(file)}
+    prefix = f"{network.base_model_prefix}."
+    body = network.base_model
+    linears = [name for name, module in body.named_modules() if type(module) is nn.Linear]
+    return [prefix + name for name in linears if not {f"{name}.weight", f"{prefix}{name}.weight"} & found]
 
 
 def _missing_parts(auto: Any, folder: Path, config: Any, trusted: bool) -> list[str]:

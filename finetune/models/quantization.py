@@ -4,6 +4,7 @@ Quantized weights are stored as fp32 (eight, or four, a number): one dtype every
 shard them.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -91,10 +92,13 @@ def loading_config(section: ModelSection, kept: list[str]) -> Any | None:
     )
 
 
-def quantize(network: PreTrainedModel, section: ModelSection, head: Head) -> None:
+def quantize(network: PreTrainedModel, section: ModelSection, head: Head, drawn: Sequence[str] = ()) -> None:
     """Quantises the linear modules of a network that has its weights, all but `kept_modules`, in place.
 
     Those of a network that was loaded by `loading_config` are quantised already.
+
+    Args:
+        drawn: Names of linear modules of a body stored in 4 bits that its files lack. They are packed as the others.
 
     Raises:
         RecipeError: If there are none.
@@ -117,12 +121,15 @@ def quantize(network: PreTrainedModel, section: ModelSection, head: Head) -> Non
         raise RecipeError(
             f"model.quantization: {type(network).__name__} has no linear modules that can be packed. Leave it out."
         )
-    read = [m.weight for m in packed if hasattr(m.weight, "quant_state")]
+    read = next((m.weight for m in packed if hasattr(m.weight, "quant_state")), None)
+    how = {key: getattr(read, key, None) for key in ("compress_statistics", "quant_type", "quant_storage")}
+    for name in drawn:
+        network.set_submodule(name, _packed4(network.get_submodule(name), how))
+        packed.append(network.get_submodule(name))
     for module in packed:
         if isinstance(module, bnb.nn.Linear4bit):
             if not hasattr(module.weight, "quant_state"):
                 # New in a body, as BERT's pooler is on files of a language model: transformers draws it, unpacked.
-                how = {key: getattr(read[0], key) for key in ("compress_statistics", "quant_type", "quant_storage")}
                 weight = bnb.nn.Params4bit(module.weight.data, requires_grad=False, module=module, **how)
                 module.weight = weight.to(module.weight.device)
             # A forward pass in evaluation mode would repack the weights for one kernel, in place: gradients are then
@@ -147,8 +154,6 @@ def as_autocast(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _packed(module: nn.Linear, section: ModelSection) -> nn.Module:
-    import bitsandbytes as bnb
-
     if section.quantization == "int8":
         # Four to a number; a module whose rows do not fit stays as it is.
         return module if module.in_features % 4 else Linear8bit(module)
@@ -157,6 +162,12 @@ def _packed(module: nn.Linear, section: ModelSection) -> nn.Module:
         "quant_type": section.quantization,
         "quant_storage": _STORAGE,
     }
+    return _packed4(module, how)
+
+
+def _packed4(module: Any, how: dict[str, Any]) -> nn.Module:
+    import bitsandbytes as bnb
+
     packed: nn.Module = bnb.nn.Linear4bit(
         module.in_features, module.out_features, compute_dtype=torch.float32, device="meta", **how
     )

@@ -142,7 +142,7 @@ def test_the_head_of_the_card_is_one_that_the_hub_takes(
 
 
 def test_shards_have_an_index(runs: dict[str, Trained], tmp_path: Path) -> None:
-    folder, _ = exported(runs["full"].directory, "merged", tmp_path, shard_size="300KB")
+    folder, _ = exported(runs["full"].directory, "merged", tmp_path, shard_size="100KB")
     assert len(list(folder.glob("model-*.safetensors"))) >= 4
     assert (folder / "model.safetensors.index.json").is_file()
     torch.testing.assert_close(logits_of(folder), runs["full"].logits, rtol=0, atol=0)
@@ -177,7 +177,7 @@ def test_a_process_that_cannot_open_it_is_quoted(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- planted faults
 
 
-PROJ = "model.layers.2.mlp.up_proj.weight"
+PROJ = "model.layers.1.mlp.up_proj.weight"
 
 
 def nudge(folder: Path) -> None:
@@ -267,10 +267,10 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str, tuple[Any, str]]] = {
     ),
     "of another type": (
         lambda f: change(f, lambda t: t.update({PROJ: t[PROJ].half()})),
-        r"the tensors take 1,018,112 bytes",
+        r"the tensors take 472,832 bytes",
         (verify_export, "_check_listing"),
     ),
-    "written twice": (twice, r"the tensors take 2,080,256 bytes, .* need 1,040,128", (verify_export, "_check_listing")),
+    "written twice": (twice, r"the tensors take 989,696 bytes, .* need 494,848", (verify_export, "_check_listing")),
 }
 
 
@@ -321,8 +321,8 @@ def test_a_fault_is_caught_and_would_not_be_without_its_check(
     ("fault", "shards", "says"),
     [
         (shorter, {}, r"merged.staging/model.safetensors cannot be read"),
-        (drop_shard, {"shard_size": "300KB"}, r"lacks model-00002-of-0000\d.safetensors, which its index names"),
-        (wrong_total, {"shard_size": "300KB"}, r"the tensors take 1,040,128 bytes, .* and the index says 1,040,132"),
+        (drop_shard, {"shard_size": "100KB"}, r"lacks model-00002-of-0000\d.safetensors, which its index names"),
+        (wrong_total, {"shard_size": "100KB"}, r"the tensors take 494,848 bytes, .* and the index says 494,852"),
     ],
 )
 def test_files_that_cannot_be_right(

@@ -49,10 +49,7 @@ def become(words: list[str], env: dict[str, str], cwd: str, out: str, err: str, 
         err: Likewise for standard error; the same file for both is fine.
         spawned: It is no fork; the environment may hide the GPU that was the reason.
     """
-    import numpy as np
     import preloaded
-
-    from finetune.utils import orphan_watch
 
     assert spawned or os.getppid() == preloaded.LOADED_BY, "the fork server has not loaded `preloaded`"
     os.setsid()
@@ -67,6 +64,20 @@ def become(words: list[str], env: dict[str, str], cwd: str, out: str, err: str, 
         os.close(opened)
     # multiprocessing has opened another one.
     sys.stdin.reconfigure(errors=sys.stdout.errors, write_through=sys.stdout.write_through)
+    run_program(words, env, cwd)
+
+
+def run_program(words: list[str], env: dict[str, str], cwd: str) -> None:
+    """Runs a script, or `-m` and a module, in this process, which becomes what Python would be for it.
+
+    Args:
+        env: The whole environment.
+    """
+    import numpy as np
+    import preloaded
+
+    from finetune.utils import orphan_watch
+
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update({**preloaded.SET_BY_IMPORTS, **env})

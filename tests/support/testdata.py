@@ -25,7 +25,7 @@ REAL = Path(os.environ.get("FINETUNE_REAL_DATA") or ROOT.parent / "shared" / "da
 _DIGEST = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
 MADE = ROOT / "build" / f"testdata-{_DIGEST}"
 MODEL = str(MADE / "llama")
-"""260,032 parameters, 512 pieces, 512 positions: a Llama with its tokenizer, as transformers saves them."""
+"""123,712 parameters, 512 pieces, 512 positions: a Llama with its tokenizer, as transformers saves them."""
 BPE = str(MADE / "bpe")
 """A tokenizer of another kind and size: GPT-2's files, with a mark for the end of a text and none for its begin."""
 CONVERSATIONS = MADE / "conversations"
@@ -129,7 +129,7 @@ def _make_llama(place: Path, texts: list[str]) -> None:
         vocab_size=512,
         hidden_size=64,
         intermediate_size=172,
-        num_hidden_layers=5,
+        num_hidden_layers=2,
         num_attention_heads=8,
         num_key_value_heads=4,
         head_dim=8,
