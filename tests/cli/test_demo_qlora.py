@@ -7,15 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-from harness import ROOT, environment, run
+from harness import ROOT, commands, environment, run
 
 SCRIPT = ROOT / "scripts" / "demo_qlora.sh"
 
 
-def small(folder: Path) -> dict[str, str]:
+def small(folder: Path, python: str = sys.executable) -> dict[str, str]:
     overrides = f"data.cache_dir={folder / 'cache'} data.train.0.sample=150 length.steps=2 eval.every_steps=null"
     return environment(
-        PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        PATH=f"{commands(folder, python)}:{os.environ['PATH']}",
         RUNS=str(folder / "runs"),
         LAUNCH="accelerate_configs/single.yaml",
         PRETRAIN=f"{overrides} sample=null eval.at_end=false",
@@ -23,8 +23,8 @@ def small(folder: Path) -> dict[str, str]:
     )
 
 
-def test_every_stage_runs(tmp_path: Path) -> None:
-    code, output = run([str(SCRIPT), "Who is Nora?"], env=small(tmp_path))
+def test_every_stage_runs(tmp_path: Path, quick_python: str) -> None:
+    code, output = run([str(SCRIPT), "Who is Nora?"], env=small(tmp_path, quick_python))
     assert code == 0, output[-4000:]
     merged = tmp_path / "runs" / "demo_qlora" / "exports" / "merged"
     assert [line[4:6] for line in output.splitlines() if re.match(r"=== \d\.", line)] == ["1.", "2.", "3.", "4."]
@@ -46,7 +46,7 @@ def test_a_base_that_is_there_is_used_again(tmp_path: Path) -> None:
     model = tmp_path / "runs" / "sample" / "model"
     model.mkdir(parents=True)
     (model / "model.safetensors").touch()
-    launcher = tmp_path / "bin" / "accelerate"
+    launcher = tmp_path / "other" / "accelerate"
     launcher.parent.mkdir()
     launcher.write_text('#!/bin/sh\necho "launched: $*"\nexit 3\n')
     launcher.chmod(0o755)

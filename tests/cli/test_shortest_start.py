@@ -2,7 +2,6 @@
 
 import csv
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -237,34 +236,34 @@ def test_nothing_is_left_where_sft_is_refused(
     assert not list(tmp_path.iterdir())
 
 
-def _finetune(folder: Path, *words: str) -> str:
-    code, output = run([sys.executable, "-m", "finetune", *words], cwd=folder, env=environment())
+def _finetune(python: str, folder: Path, *words: str) -> str:
+    code, output = run([python, "-m", "finetune", *words], cwd=folder, env=environment())
     assert code == 0, output[-3000:]
     return output
 
 
-def test_questions_in_a_spreadsheet_become_a_chat_model(questions: str, tmp_path: Path) -> None:
+def test_questions_in_a_spreadsheet_become_a_chat_model(questions: str, tmp_path: Path, quick_python: str) -> None:
     words = ("sft", "--model", testdata.MODEL, "--data", questions, "--lora", "--output", "runs/faq")
-    dry = _finetune(tmp_path, *words, "--dry-run")
+    dry = _finetune(quick_python, tmp_path, *words, "--dry-run")
     assert "adapters   LoRA of rank 16" in dry
     # Small batches, read several times: 300 pairs are trained on for about a hundred steps.
     assert "batch      4 rows" in dry
     assert "length     5.0 epochs" in dry
     assert not (tmp_path / "runs").exists()
     words = (*words, "length={steps: 8}")
-    said = _finetune(tmp_path, *words)
+    said = _finetune(quick_python, tmp_path, *words)
     assert "300 conversations (pairs)" in said
     assert "left out as too long" not in said
     assert "only" not in said
     steps = json.loads((tmp_path / "runs/faq/metrics.jsonl").read_text().splitlines()[-1])["step"]
     assert steps == 8
     assert (tmp_path / "runs/faq/model/adapter_config.json").is_file()
-    again = _finetune(tmp_path, *words)
+    again = _finetune(quick_python, tmp_path, *words)
     assert "as it is there" in again
     assert "Nothing is left to do" in again
 
 
-def test_a_tree_of_parquet_becomes_a_corpus(tmp_path: Path) -> None:
+def test_a_tree_of_parquet_becomes_a_corpus(tmp_path: Path, quick_python: str) -> None:
     texts = [json.loads(line)["text"] for line in Path(testdata.stories("train")[0]["path"]).read_text().splitlines()]
     for number in range(4):
         folder = tmp_path / "corpus" / f"part-{number % 2}" / "deep"
@@ -272,7 +271,7 @@ def test_a_tree_of_parquet_becomes_a_corpus(tmp_path: Path) -> None:
         table = pyarrow.table({"content": texts[number * 100 : (number + 1) * 100], "id": list(range(100))})
         pyarrow.parquet.write_table(table, folder / f"{number}.parquet")
     (tmp_path / "corpus" / "README.md").write_text("# Stories")
-    said = _finetune(tmp_path, "sft", "--model", testdata.MODEL, "--data", "corpus", "length={steps: 2}")
+    said = _finetune(quick_python, tmp_path, "sft", "--model", testdata.MODEL, "--data", "corpus", "length={steps: 2}")
     assert "corpus: 400 texts, with text_field content" in said
     assert "not read: README.md" in said
     facts = json.loads((tmp_path / "runs/llama-corpus/run.json").read_text())
@@ -280,11 +279,11 @@ def test_a_tree_of_parquet_becomes_a_corpus(tmp_path: Path) -> None:
     assert (tmp_path / "runs/llama-corpus/model").is_dir()
 
 
-def test_labelled_texts_become_a_classifier(tmp_path: Path) -> None:
+def test_labelled_texts_become_a_classifier(tmp_path: Path, quick_python: str) -> None:
     places = ("tests", "docs", "code", "code")
     records = [{"review": f"Number {n} of {places[n % 4]}.", "label": places[n % 4]} for n in range(120)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    said = _finetune(tmp_path, "sft", "--model", testdata.MODEL, "--data", "a.jsonl", "length={steps: 2}")
+    said = _finetune(quick_python, tmp_path, "sft", "--model", testdata.MODEL, "--data", "a.jsonl", "length={steps: 2}")
     assert "120 texts with a class of 3, with text_field review" in said
     config = json.loads((tmp_path / "runs/llama-a/model/config.json").read_text())
     assert config["id2label"] == {"0": "code", "1": "docs", "2": "tests"}

@@ -23,11 +23,11 @@ from bench.turns import Measured, Result, Turn
 from finetune.data.rows.row_order import rows_at
 
 
-def benchmark(folder: Path, *words: str, rounds: int = 2) -> tuple[int, str, dict[str, Any]]:
+def benchmark(python: str, folder: Path, *words: str, rounds: int = 2) -> tuple[int, str, dict[str, Any]]:
     """Runs the command on tiny shapes; returns its exit code, output and figures."""
     figures = folder / "figures.json"
     command = [
-        sys.executable,
+        python,
         "scripts/benchmark.py",
         "--tiny",
         "--rounds",
@@ -41,13 +41,13 @@ def benchmark(folder: Path, *words: str, rounds: int = 2) -> tuple[int, str, dic
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, dict[str, Any], str]:
+def whole(tmp_path_factory: pytest.TempPathFactory, quick_python: str) -> tuple[int, str, dict[str, Any], str]:
     folder = tmp_path_factory.mktemp("benchmark")
     document = folder / "benchmarks.md"
     document.write_text(f"method\n{table.MARK}\nold results\n")
     names = "tiny, accumulation 2;tiny raw;tiny start"
     # A second round starts six processes more; those below take two, in which nothing starts.
-    code, output, figures = benchmark(folder, "--cases", names, "--write", str(document), rounds=1)
+    code, output, figures = benchmark(quick_python, folder, "--cases", names, "--write", str(document), rounds=1)
     return code, output, figures, document.read_text()
 
 
@@ -82,9 +82,9 @@ def test_results_go_behind_their_line(whole: tuple[int, str, dict[str, Any], str
     assert document.count("### tiny") == 3
 
 
-def test_arms_that_learn_something_else_or_cannot_start_are_said(tmp_path: Path) -> None:
+def test_arms_that_learn_something_else_or_cannot_start_are_said(tmp_path: Path, quick_python: str) -> None:
     words = ("--cases", "tiny fp32, all", "--arms", "trainer,litgpt", "--spoil", "ours")
-    code, output, figures = benchmark(tmp_path, *words)
+    code, output, figures = benchmark(quick_python, tmp_path, *words)
     assert code == 1, output
     results = {result["arm"]: result for result in figures["rows"][0]["results"]}
     assert results["ours"]["problem"].startswith(turns.VOID)
@@ -97,8 +97,8 @@ def test_arms_that_learn_something_else_or_cannot_start_are_said(tmp_path: Path)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs the extra [bench]")
-def test_other_toolkits_learn_the_same(tmp_path: Path) -> None:
-    _, output, figures = benchmark(tmp_path, "--cases", "tiny fp32, all", "--arms", "trl,trl-best")
+def test_other_toolkits_learn_the_same(tmp_path: Path, quick_python: str) -> None:
+    _, output, figures = benchmark(quick_python, tmp_path, "--cases", "tiny fp32, all", "--arms", "trl,trl-best")
     assert [result["problem"] for result in figures["rows"][0]["results"]] == [""] * 4, output
 
 

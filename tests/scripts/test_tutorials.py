@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import ROOT, environment, run
+from harness import ROOT, commands, environment, run
 
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 BLOCK = re.compile(r'^```(?P<kind>\w+)(?: title="(?P<file>[^"]+)")?\n(?P<body>.*?)^```$', re.MULTILINE | re.DOTALL)
@@ -32,7 +32,7 @@ def follow(text: str, folder: Path, python: str) -> int:
     Args:
         python: What runs commands of Python.
     """
-    path = f"{_commands(folder, python)}:{os.environ['PATH']}"
+    path = f"{commands(folder, python)}:{os.environ['PATH']}"
     # A laptop: no GPU. What `rich` prints is as wide as a terminal.
     env = environment(PATH=path, WHERE=str(folder / "where"), CUDA_VISIBLE_DEVICES="", COLUMNS="100")
     place, printed, count = folder / "user", None, 0
@@ -54,16 +54,6 @@ def follow(text: str, folder: Path, python: str) -> int:
             assert fits, f"said to print:\n{body}\nprinted:\n{printed[-6000:]}"
         printed = None
     return count
-
-
-def _commands(folder: Path, python: str) -> Path:
-    """A folder of `finetune` as it is in this checkout, and of the `python` that has its packages."""
-    commands = folder / "bin"
-    commands.mkdir()
-    for name, words in (("finetune", "-m finetune"), ("python", "")):
-        (commands / name).write_text(f'#!/bin/sh\nexec {python} {words} "$@"\n')
-        (commands / name).chmod(0o755)
-    return commands
 
 
 @pytest.mark.parametrize("tutorial", TUTORIALS, ids=lambda path: path.stem)

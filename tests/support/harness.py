@@ -74,11 +74,15 @@ def environment(**extra: str) -> dict[str, str]:
 
 
 def command(
-    config: str | Path, *arguments: str, script: str = "scripts/train.py", processes: int | None = None
+    config: str | Path,
+    *arguments: str,
+    script: str = "scripts/train.py",
+    processes: int | None = None,
+    python: str = sys.executable,
 ) -> list[str]:
     """`accelerate launch` of a shipped launch file by name, or of any by path."""
     path = config if isinstance(config, Path) else Path("accelerate_configs") / f"{config}.yaml"
-    words = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--main_process_port", "0"]
+    words = [python, "-m", "accelerate.commands.accelerate_cli", "launch", "--main_process_port", "0"]
     words += ["--config_file", str(path)]
     if processes is not None:
         words += ["--num_processes", str(processes)]
@@ -120,6 +124,17 @@ def python(*words: str) -> tuple[str, str]:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout, done.stderr
+
+
+def commands(folder: Path, python: str) -> Path:
+    """A folder for PATH: `finetune` and `accelerate` as they are in this checkout, and the `python` that has them."""
+    made = folder / "bin"
+    made.mkdir()
+    accelerate = "-m accelerate.commands.accelerate_cli"
+    for name, words in (("finetune", "-m finetune"), ("accelerate", accelerate), ("python", "")):
+        (made / name).write_text(f'#!/bin/sh\nexec {python} {words} "$@"\n')
+        (made / name).chmod(0o755)
+    return made
 
 
 class Launcher:

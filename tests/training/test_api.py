@@ -315,7 +315,7 @@ def test_objects_by_name_and_by_file(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- processes of their own
 
 
-def test_the_page_runs(tmp_path: Path) -> None:
+def test_the_page_runs(tmp_path: Path, quick_python: str) -> None:
     """Each example of docs/api.md, as a program in an empty folder; the second one launches two processes."""
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     assert len(blocks) == 3
@@ -324,7 +324,7 @@ def test_the_page_runs(tmp_path: Path) -> None:
         file = tmp_path / f"example_{number}.py"
         file.write_text(block)
         done = subprocess.run(
-            [sys.executable, str(file)], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False
+            [quick_python, str(file)], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, done.stderr[-3000:]
         said.append(done.stdout.split())

@@ -3,6 +3,7 @@
 import json
 import re
 import resource
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,11 +68,11 @@ def heavy(folder: Path, rows: int = 8, **args: Any) -> dict[str, Any]:
     }
 
 
-def launched(tree: dict[str, Any], folder: Path, config: str, name: str) -> Result:
+def launched(tree: dict[str, Any], folder: Path, config: str, name: str, python: str = sys.executable) -> Result:
     tree = {**tree, "output": {"dir": str(folder / name)}}
     file = folder / f"{name}.yaml"
     file.write_text(yaml.safe_dump(tree))
-    code, output = run(command(config, str(file)), env=environment())
+    code, output = run(command(config, str(file), python=python), env=environment())
     return Result(code, output, folder / name)
 
 
@@ -161,11 +162,13 @@ def test_the_path_is_that_of_the_number(runs: dict[str, Result]) -> None:
 
 
 @pytest.mark.parametrize("config", ["ddp", "zero2"])
-def test_one_rank_without_memory_speaks_for_all(tmp_path: Path, launcher: Launcher, config: str) -> None:
+def test_one_rank_without_memory_speaks_for_all(
+    tmp_path: Path, launcher: Launcher, quick_python: str, config: str
+) -> None:
     tree = heavy(tmp_path, most=3, rank=1)
     # Trials are real launches. Those of a fork under DeepSpeed would not find the task: PYTHONPATH is Accelerate's.
     real = config == "zero2"
-    result = (launched(tree, tmp_path, config, "run") if real else launcher.one(config, tree)).check()
+    result = (launched(tree, tmp_path, config, "run", quick_python) if real else launcher.one(config, tree)).check()
     # Of 4 rows a rank; 3 does not come out even.
     assert result.facts["micro_size"]["rows"] == 2
     assert result.facts["micro_size"]["tried"]["4"] is None
