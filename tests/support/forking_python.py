@@ -10,6 +10,7 @@ import atexit
 import gc
 import json
 import os
+import resource
 import select
 import signal
 import socket
@@ -24,7 +25,7 @@ from forkserver import ForkServer, run_program, until
 from harness import LIMIT_S, environment
 
 _CLIENT = """#!{python} -SE
-import array, json, os, signal, socket, sys
+import json, os, resource, signal, socket, sys
 words = sys.argv[1:]
 plain = [word for word in words if word != "-u"] if words[:1] == ["-u"] else words
 if not plain or (plain[0].startswith("-") and plain[0] != "-m"):
@@ -34,7 +35,8 @@ signal.pthread_sigmask(signal.SIG_BLOCK, signals)
 ignored = [int(number) for number in signals if signal.getsignal(number) is signal.SIG_IGN]
 server = socket.socket(socket.AF_UNIX)
 server.connect({address!r})
-asked = json.dumps([plain, dict(os.environ), os.getcwd(), ignored]).encode()
+limits = resource.getrlimit(resource.RLIMIT_DATA)
+asked = json.dumps([plain, dict(os.environ), os.getcwd(), ignored, limits]).encode()
 server.sendall(len(asked).to_bytes(8, "big") + asked)
 socket.send_fds(server, [b"f"], [0, 1, 2])
 child = int.from_bytes(server.recv(8, socket.MSG_WAITALL), "big")
@@ -95,11 +97,12 @@ def serve(address: str, executable: str) -> None:
 def _attend(client: socket.socket) -> None:
     """Forks for one client, and tells it how the fork ends."""
     size = int.from_bytes(client.recv(8, socket.MSG_WAITALL), "big")
-    words, env, cwd, ignored = json.loads(client.recv(size, socket.MSG_WAITALL))
+    words, env, cwd, ignored, limits = json.loads(client.recv(size, socket.MSG_WAITALL))
     _, files, _, _ = socket.recv_fds(client, 1, 3)
     child = os.fork()
     if child == 0:
         client.close()
+        resource.setrlimit(resource.RLIMIT_DATA, limits)
         _become(words, env, cwd, files, ignored)
     for file in (*files, 0, 1, 2):
         os.close(file)
@@ -130,8 +133,12 @@ def _become(words: list[str], env: dict[str, str], cwd: str, files: list[int], i
         if isinstance(error.code, str):
             print(error.code, file=sys.stderr)
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
-    except BaseException:
+    except BaseException as error:
         traceback.print_exc()
+        if isinstance(error, KeyboardInterrupt):
+            # As Python ends, so that a shell sees that it was Ctrl-C.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
     finally:
         with suppress(BaseException):
             threading._shutdown()  # type: ignore[attr-defined]

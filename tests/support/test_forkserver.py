@@ -2,14 +2,16 @@
 
 import json
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
-from forkserver import KILLED, ForkServer
-from harness import Launcher, Result, environment, launch_really, run
+from forkserver import KILLED, ForkServer, until
+from harness import LIMIT_S, Launcher, Result, environment, launch_really, run
 from recipes_for_tests import PARITY
 
 # One of each way in which Accelerate tells workers what to do.
@@ -84,17 +86,56 @@ def script(folder: Path, text: str) -> str:
         ("os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM, ""),
     ],
 )
-def test_a_python_ends_as_ever(fork_server: ForkServer, tmp_path: Path, ends: str, code: int, says: str) -> None:
+def test_a_python_ends_as_ever(
+    fork_server: ForkServer, quick_python: str, tmp_path: Path, ends: str, code: int, says: str
+) -> None:
     file = script(tmp_path, ends)
-    for ended, output in (fork_server.run([file]), run([sys.executable, file])):
+    for ended, output in (fork_server.run([file]), run([sys.executable, file]), run([quick_python, file])):
         assert ended == code
         assert says in output
         assert says or not output
 
 
-def test_modules_run_as_ever(fork_server: ForkServer) -> None:
+def test_modules_run_as_ever(fork_server: ForkServer, quick_python: str) -> None:
     module = ["-m", "json.tool", "--help"]
-    assert fork_server.run(module) == run([sys.executable, *module])
+    assert fork_server.run(module) == run([sys.executable, *module]) == run([quick_python, *module])
+
+
+def test_a_command_is_a_fork_in_its_own_place(quick_python: str, tmp_path: Path) -> None:
+    """It has the caller's folder, files and variables, and starts others alike."""
+    text = """
+import subprocess, transformers
+print(input(), os.getcwd(), os.environ["MINE"], sys.argv[1:], file=sys.stderr)
+if sys.argv[1:] == ["first"]:
+    subprocess.run([sys.executable, __file__, "second"], input="in turn", text=True, check=True)
+"""
+    file = script(tmp_path, text)
+    words, env = [quick_python, "-u", file, "first"], environment(MINE="my own")
+    done = subprocess.run(words, cwd=tmp_path, env=env, input="hello", text=True, capture_output=True, check=True)
+    assert done.stderr.splitlines() == [f"{said} {tmp_path} my own ['{which}']" for said, which in SAID]
+    assert done.stdout == ""
+    assert run([quick_python, "-P", "-c", "import sys; print('torch' in sys.modules)"]) == (0, "False\n")
+
+
+SAID = (("hello", "first"), ("in turn", "second"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_signals_reach_the_fork_of_a_command(quick_python: str, tmp_path: Path, number: signal.Signals) -> None:
+    text = """
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+pathlib.Path(sys.argv[1]).write_text(str(os.getpid()))
+while True:
+    signal.pause()
+"""
+    note = tmp_path / "pid"
+    words = [quick_python, script(tmp_path, text), str(note)]
+    with subprocess.Popen(words, env=environment(), stderr=subprocess.DEVNULL) as command:
+        until(lambda: note.exists() and note.read_text() != "", LIMIT_S, "it never began")
+        fork = int(note.read_text())
+        command.send_signal(number)
+        assert command.wait(LIMIT_S) == (75 if number == signal.SIGTERM else -number)
+    until(lambda: not psutil.pid_exists(fork), LIMIT_S, "the fork lives")
 
 
 def test_a_rank_that_fails_takes_the_others_along(fork_server: ForkServer, tmp_path: Path) -> None:
