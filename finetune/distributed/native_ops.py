@@ -127,7 +127,8 @@ def ensure_built(names: Sequence[str], *, quiet: bool) -> None:
             continue
         with _progress(op, quiet) as show:
             while not _try_to_build(op, show):
-                show("Waiting for", ": another process builds it")
+                if not is_built(op):
+                    show("Waiting for", ": another process builds it")
 
 
 def build_all() -> None:
@@ -293,7 +294,9 @@ def _try_to_build(op: str, show: Callable[..., None]) -> bool:
     """Builds an op unless it is built; returns False while another process holds `_lock`."""
     with suppress(Timeout), _lock(op).acquire(timeout=POLL_S):
         while not remove_stale_lock(op):
-            show("Waiting for", ": another run builds it, or has just been killed")
+            # A run that loads what is built holds the lock for a moment, too.
+            if not is_built(op):
+                show("Waiting for", ": another run builds it, or has just been killed")
             time.sleep(POLL_S)
         if not is_built(op):
             _build(op, show)

@@ -31,7 +31,7 @@ BPE = str(MADE / "bpe")
 CONVERSATIONS = MADE / "conversations"
 """`sharegpt.json`, `questions.jsonl` (question and answer), `tasks.jsonl` (nested instances)."""
 
-STEPS, ROWS, TOKENS = 150, 8, 128
+STEPS, ROWS, TOKENS = 300, 8, 128
 
 
 def stories(split: str, **more: Any) -> list[dict[str, Any]]:
