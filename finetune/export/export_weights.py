@@ -1,6 +1,7 @@
 """Exports a run: writes it whole or not at all, verifies it, names it only then, and uploads it if asked to."""
 
 import contextlib
+import copy
 import ctypes
 import errno
 import gc
@@ -25,7 +26,7 @@ from finetune.export.find_weights import WeightSource
 from finetune.models import lora_adapters, prompts
 from finetune.models.heads import Head
 from finetune.models.model_config import one_line
-from finetune.models.pretrained_files import as_written, written_shapes
+from finetune.models.pretrained_files import absent_linears, as_written, weights_folder, written_shapes
 from finetune.tasks.task import TaskData
 from finetune.tasks.task_lookup import find_task
 from finetune.utils.atomic_files import lock_file, remove_path, sync_files, sync_to_disk, write_json
@@ -107,6 +108,8 @@ def export_weights(
             _check_has_adapter(found)
         ready = _build_data(found, recipe, say)
         job = _Export(found, recipe, ready, kind, shard_size, head, merge.config_of(found, recipe, ready))
+        if kind == "adapter":
+            _check_base_is_whole(job)
         if job.gguf is not None:
             write_gguf.check_convertible(job.config, ready.tokenizer, found.run, text=head.next_token)
         staging = target.with_name(target.name + ".staging")
@@ -268,6 +271,23 @@ def _verify(job: _Export, staging: Path) -> list[str]:
         quantized = merge.build_trained(job.source, recipe, job.ready, quantised=True)
         proof.append(verify_export.quantization_note(quantized, probe, job.quantized))
     return proof
+
+
+def _check_base_is_whole(job: _Export) -> None:
+    """Raises a `RecipeError` if the base lacks layers of its body, which an adapter does not hold either."""
+    section = job.recipe.model
+    if not job.head.may_be_new or section.name is None:
+        return
+    with torch.device("meta"):
+        bare = job.head.auto.from_config(copy.deepcopy(job.config), trust_remote_code=section.trust_remote_code)
+    folder = weights_folder(section.name, section.revision)
+    saved = path_kinds.adapter_config(job.source.weights).get("modules_to_save") or ()
+    lacking = [name for name in absent_linears(bare, folder) if not any(f".{part}." in f".{name}." for part in saved)]
+    if lacking:
+        raise RecipeError(
+            f"{job.source.run} drew {', '.join(lacking)} itself, which {folder} lacks, and an adapter does not hold layers "
+            "of its base: whoever opened it would draw another. Use --as merged or --as merged-16bit."
+        )
 
 
 def _check_has_adapter(found: WeightSource) -> None:

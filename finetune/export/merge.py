@@ -13,7 +13,7 @@ from finetune.config.recipe_schema import Recipe
 from finetune.export.find_weights import WeightSource
 from finetune.export.verify_export import tensors_of_file
 from finetune.models import lora_adapters
-from finetune.models.build_network import base_dtype, build_base_model, build_model
+from finetune.models.build_network import base_dtype, build_base_model, build_model, loading_config
 from finetune.models.heads import Head
 from finetune.models.model_config import resolve_model_config
 from finetune.models.pretrained_files import stored_dtype, weights_folder
@@ -107,7 +107,9 @@ def build_trained(
         network = build_model(recipe, config, head)
     else:
         plain = _with_model(recipe, quantization=None)
-        base: Any = build_base_model(plain, config, head, dtype=dtype)
+        # Of a base that is stored quantized, for what its files lack.
+        loading, _ = loading_config(plain, config, head)
+        base: Any = build_base_model(plain, config, head, dtype=dtype, loading=loading)
         if getattr(base.config, "quantization_config", None) is not None:
             base = base.dequantize()
             if hasattr(base.config, "quantization_config"):

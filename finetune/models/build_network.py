@@ -41,7 +41,7 @@ def build_model(recipe: Recipe, config: PretrainedConfig, head: Head) -> nn.Modu
     """
     section = recipe.model
     stored = base_dtype(recipe)
-    loading, drawn = _loading_config(recipe, config, head)
+    loading, drawn = loading_config(recipe, config, head)
     network = build_base_model(recipe, config, head, dtype=stored, loading=loading)
     if stored != torch.float32:
         _restore_buffers(network)
@@ -62,7 +62,7 @@ def build_model(recipe: Recipe, config: PretrainedConfig, head: Head) -> nn.Modu
     return whole.train()
 
 
-def _loading_config(recipe: Recipe, config: PretrainedConfig, head: Head) -> tuple[Any | None, list[str]]:
+def loading_config(recipe: Recipe, config: PretrainedConfig, head: Head) -> tuple[Any | None, list[str]]:
     """Returns the config by which pretrained weights are quantised as they are read, if they are to be.
 
     That of weights which are stored quantised gets the names of the linear modules that they lack: a head's, and those

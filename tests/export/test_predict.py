@@ -11,7 +11,14 @@ import torch
 from exports import opened_here
 from inside import run_here
 from testdata import MODEL
-from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer, BertConfig
+from transformers import (
+    AutoModel,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BitsAndBytesConfig,
+)
 
 from finetune.cli import main
 from finetune.config.recipe import validate_recipe
@@ -137,6 +144,30 @@ def test_adapters_predict_what_the_evaluation_counted(
     (folders[0] / "export.json").unlink()
     assert main.main(["predict", str(folders[0]), str(done.file)]) == 2
     assert "no export.json names its classes" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("way", ["whole", "nf4", "stored"])
+def test_a_base_without_a_pooler(tmp_path: Path, way: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is drawn for the run, which a merged model has, and an adapter has not."""
+    base = tmp_path / "base"
+    size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    torch.manual_seed(4)
+    config = BertConfig(vocab_size=512, max_position_embeddings=64, initializer_range=0.3, **size)
+    AutoModelForMaskedLM.from_config(config).save_pretrained(base)
+    if way == "stored":
+        packed = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+        AutoModelForMaskedLM.from_pretrained(base, quantization_config=packed).save_pretrained(tmp_path / "stored")
+        base = tmp_path / "stored"
+    AutoTokenizer.from_pretrained(MODEL).save_pretrained(base)
+    model = {"name": str(base), **({"quantization": "nf4"} if way == "nf4" else {})}
+    done = job(tmp_path, model=model, lora={"rank": 4})
+    assert len(set(done.predicted)) > 1
+    assert [line["label"] for line in lines_of(done.run, done.file, capsys)] == done.predicted
+    assert main.main(["export", str(done.run), "--as", "adapter"]) == 2
+    assert f"drew bert.pooler.dense itself, which {base} lacks" in " ".join(capsys.readouterr().err.split())
+    assert main.main(["export", str(done.run), "--as", "merged"]) == 0
+    found = lines_of(done.run / "exports" / "merged", done.file, capsys, "--text-field", "story")
+    assert len(found) == len(done.predicted)
 
 
 def test_a_table_has_a_row_for_each_document(full: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
