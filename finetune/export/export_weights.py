@@ -285,8 +285,8 @@ def _check_base_is_whole(job: _Export) -> None:
     lacking = [name for name in absent_linears(bare, folder) if not any(f".{part}." in f".{name}." for part in saved)]
     if lacking:
         raise RecipeError(
-            f"{job.source.run} drew {', '.join(lacking)} itself, which {folder} lacks, and an adapter does not hold layers "
-            "of its base: whoever opened it would draw another. Use --as merged or --as merged-16bit."
+            f"{job.source.run} drew {', '.join(lacking)} itself, which {folder} lacks. An adapter does not hold it: "
+            "whoever opened it would draw another. Use --as merged or --as merged-16bit."
         )
 
 

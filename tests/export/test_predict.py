@@ -164,7 +164,7 @@ def test_a_base_without_a_pooler(tmp_path: Path, way: str, capsys: pytest.Captur
     assert len(set(done.predicted)) > 1
     assert [line["label"] for line in lines_of(done.run, done.file, capsys)] == done.predicted
     assert main.main(["export", str(done.run), "--as", "adapter"]) == 2
-    assert f"drew bert.pooler.dense itself, which {base} lacks" in " ".join(capsys.readouterr().err.split())
+    assert f"drew bert.pooler.dense itself, which {base} lacks." in " ".join(capsys.readouterr().err.split())
     assert main.main(["export", str(done.run), "--as", "merged"]) == 0
     found = lines_of(done.run / "exports" / "merged", done.file, capsys, "--text-field", "story")
     assert len(found) == len(done.predicted)
