@@ -278,6 +278,36 @@ def test_what_a_machine_cannot_read_it_does_not_know() -> None:
     assert "Machine 0 (a) and machine 2 (c) have not been heard of for 11 s by machine 1 (b), which is" in ending.text
 
 
+def test_machines_that_fall_silent_together_are_named_together() -> None:
+    """Machine 0 is cut off; it last heard of machine 2 two seconds after machine 1."""
+    met: Any = SimpleNamespace(
+        store=None, plan=MachinePlan("a", 0, facts(0), 5.0, 10.0), machines=[facts(rank) for rank in range(3)]
+    )
+    beat, now = Heartbeat(met), time.monotonic()
+    beat._counts = {1: (b"1", now), 2: (b"1", now + 2)}
+    beat._reached = now + 11
+    assert beat._find_silence(now + 11) is None
+    beat._reached = now + 13
+    ending = beat._find_silence(now + 13)
+    assert ending is not None
+    assert "Machine 1 (b) and machine 2 (c) have not been heard of for 11 s by machine 0 (a), which is" in ending.text
+
+
+def test_a_machine_is_given_up_while_others_stumble() -> None:
+    """A machine that is gone ends the launch although another one is always late."""
+    met: Any = SimpleNamespace(
+        store=None, plan=MachinePlan("a", 0, facts(0), 5.0, 10.0), machines=[facts(rank) for rank in range(3)]
+    )
+    beat, now = Heartbeat(met), time.monotonic()
+    for seconds in range(21):
+        beat._counts = {1: (b"1", now), 2: (b"1", now + seconds - 6)}
+        beat._reached = now + seconds
+        ending = beat._find_silence(now + seconds)
+        assert (ending is not None) == (seconds == 20)
+    assert ending is not None
+    assert ending.text.startswith("Machine 1 (b) has not been heard of for 20 s: it is down, or cut off")
+
+
 def test_links_are_measured(local: int) -> None:
     met = meet(local, facts(0), facts(1))
     found: list[dict[tuple[int, int], Link]] = []

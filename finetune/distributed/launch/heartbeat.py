@@ -229,8 +229,10 @@ class Heartbeat:
             return _Ending(f"{text}{_LAST}", 1, lost=(0,))
         still = {rank: now - at for rank, (_, at) in self._counts.items() if rank not in self._left}
         silent = {rank: stood for rank, stood in still.items() if stood > limit}
-        # A machine does not know what it could not read.
-        if not silent or quiet > limit / 2:
+        # A machine does not know what it could not read. Those that fall silent together pass the limit one by one:
+        # the first waits until it is plain whether it is the only one.
+        doubtful = any(limit / 2 < stood <= limit for stood in still.values())
+        if not silent or quiet > limit / 2 or (doubtful and max(silent.values()) < 2 * limit):
             return None
         names = " and ".join(self._machines[rank].place for rank in silent)
         self._left |= silent.keys()
