@@ -79,11 +79,11 @@ def send_alert(guard: GuardSection, event: Event, text: str, facts: Mapping[str,
         for sender in [*_under_way] if wait else ():
             sender.join(max(0.0, until - time.monotonic()))
             if sender.is_alive():
-                _warn(event, f"nothing answered within {_PATIENCE_S:g} s")
+                warn_unsent(event, f"nothing answered within {_PATIENCE_S:g} s")
         if wait and ALERTED in os.environ:
             Path(os.environ[ALERTED]).touch()
     except Exception as error:
-        _warn(event, type(error).__name__)
+        warn_unsent(event, type(error).__name__)
 
 
 def _is_due(event: Event, run: Any) -> bool:
@@ -94,7 +94,8 @@ def _is_due(event: Event, run: Any) -> bool:
     return True
 
 
-def _warn(event: Event, problem: str) -> None:
+def warn_unsent(event: Event, problem: str) -> None:
+    """Says on stderr that an alert was not sent, which ends nothing."""
     text = f"guard.alert: '{event}' was not sent: {' '.join(problem.split())[:300]}. The run does not depend on it."
     Console(stderr=True, highlight=False, soft_wrap=True).print(text, markup=False)
 
@@ -112,11 +113,11 @@ def _send(alert: str, event: Event, text: str, facts: dict[str, Any]) -> None:
             told = {"FINETUNE_EVENT": event, "FINETUNE_TEXT": said, "FINETUNE_RUN": str(facts.get("run", ""))}
             _run_command(shlex.split(alert), body, told)
     except urllib.error.HTTPError as error:
-        _warn(event, f"the webhook answers {error.code} {error.reason}")
+        warn_unsent(event, f"the webhook answers {error.code} {error.reason}")
     except (OSError, RecipeError) as error:
-        _warn(event, str(getattr(error, "reason", error)))
+        warn_unsent(event, str(getattr(error, "reason", error)))
     except Exception as error:  # whose text may have the URL
-        _warn(event, type(error).__name__)
+        warn_unsent(event, type(error).__name__)
 
 
 def _webhook(alert: str, env: Mapping[str, str]) -> str | None:

@@ -4,9 +4,10 @@ import argparse
 from collections.abc import Sequence
 
 from finetune.config.recipe import load_recipe
-from finetune.monitoring.alerts import send_alert
+from finetune.monitoring.alerts import send_alert, warn_unsent
 from finetune.tasks.task_lookup import BUILT_IN
 from finetune.training.entry_point import add_recipe_arguments
+from finetune.utils.errors import RecipeError
 
 
 def send_alert_of_failure(arguments: Sequence[str], text: str) -> None:
@@ -19,5 +20,8 @@ def send_alert_of_failure(arguments: Sequence[str], text: str) -> None:
     parser = argparse.ArgumentParser(add_help=False)
     add_recipe_arguments(parser)
     parsed, _ = parser.parse_known_intermixed_args(arguments)
-    recipe = load_recipe(parsed.recipe, parsed.overrides, BUILT_IN)
+    try:
+        recipe = load_recipe(parsed.recipe, parsed.overrides, BUILT_IN)
+    except RecipeError as error:  # changed, or moved, since the run began: how it ended is told all the same
+        return warn_unsent("failed", str(error))
     send_alert(recipe.guard, "failed", text, {"run": str(recipe.output.dir)}, wait=True)

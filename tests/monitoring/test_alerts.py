@@ -339,7 +339,7 @@ def test_runs_that_are_compared_tell_nobody(tmp_path: Path) -> None:
 
 
 def test_a_launch_that_fails_before_rank_0_can_tell(
-    webhook: Webhook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    webhook: Webhook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The launcher tells in its place, and only then."""
     monkeypatch.setenv(ALERTED, "")  # which the launcher sets
@@ -368,6 +368,12 @@ def test_a_launch_that_fails_before_rank_0_can_tell(
     quiet = FailureAlert("finetune.training", [str(recipe), "guard.alert=null"], tmp_path / "other")
     quiet.send("nobody asked")
     assert len(webhook.messages) == 3
+    capsys.readouterr()
+    recipe.unlink()
+    FailureAlert("finetune.training", [str(recipe)], tmp_path / "other").send("its recipe is gone")
+    said = capsys.readouterr().err
+    assert said.startswith(f"guard.alert: 'failed' was not sent: Cannot read the recipe {recipe}")
+    assert said.count("\n") == 1
 
 
 # ---------------------------------------------------------------- secrets
