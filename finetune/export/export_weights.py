@@ -26,7 +26,7 @@ from finetune.export.find_weights import WeightSource
 from finetune.models import lora_adapters, prompts
 from finetune.models.heads import Head
 from finetune.models.model_config import one_line
-from finetune.models.pretrained_files import absent_linears, as_written, weights_folder, written_shapes
+from finetune.models.pretrained_files import added_modules, as_written, written_shapes
 from finetune.tasks.task import TaskData
 from finetune.tasks.task_lookup import find_task
 from finetune.utils.atomic_files import lock_file, remove_path, sync_files, sync_to_disk, write_json
@@ -109,7 +109,7 @@ def export_weights(
         ready = _build_data(found, recipe, say)
         job = _Export(found, recipe, ready, kind, shard_size, head, merge.config_of(found, recipe, ready))
         if kind == "adapter":
-            _check_base_is_whole(job)
+            _check_base_opens(job)
         if job.gguf is not None:
             write_gguf.check_convertible(job.config, ready.tokenizer, found.run, text=head.next_token)
         staging = target.with_name(target.name + ".staging")
@@ -273,20 +273,18 @@ def _verify(job: _Export, staging: Path) -> list[str]:
     return proof
 
 
-def _check_base_is_whole(job: _Export) -> None:
-    """Raises a `RecipeError` if the base lacks layers of its body, which an adapter does not hold either."""
+def _check_base_opens(job: _Export) -> None:
+    """Raises a `RecipeError` if transformers cannot open the base of an adapter: packed, and without its pooler."""
     section = job.recipe.model
-    if not job.head.may_be_new or section.name is None:
+    if section.name is None or getattr(job.config, "quantization_config", None) is None:
         return
     with torch.device("meta"):
         bare = job.head.auto.from_config(copy.deepcopy(job.config), trust_remote_code=section.trust_remote_code)
-    folder = weights_folder(section.name, section.revision)
-    saved = path_kinds.adapter_config(job.source.weights).get("modules_to_save") or ()
-    lacking = [name for name in absent_linears(bare, folder) if not any(f".{part}." in f".{name}." for part in saved)]
-    if lacking:
+    beside = job.head.modules_beside_body(bare)
+    if lacking := [name for name in added_modules(bare, section, job.head) if name not in beside]:
         raise RecipeError(
-            f"{job.source.run} drew {', '.join(lacking)} itself, which {folder} lacks. An adapter does not hold it: "
-            "whoever opened it would draw another. Use --as merged or --as merged-16bit."
+            f"{section.name} is stored in 4 bits and lacks {', '.join(lacking)}, which transformers cannot draw there: "
+            "nobody could open an adapter on it. Use --as merged or --as merged-16bit."
         )
 
 

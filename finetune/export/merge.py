@@ -108,8 +108,7 @@ def build_trained(
     else:
         plain = _with_model(recipe, quantization=None)
         # Of a base that is stored quantized, for what its files lack.
-        loading, _ = loading_config(plain, config, head)
-        base: Any = build_base_model(plain, config, head, dtype=dtype, loading=loading)
+        base: Any = build_base_model(plain, config, head, dtype=dtype, loading=loading_config(plain, config, head))
         if getattr(base.config, "quantization_config", None) is not None:
             base = base.dequantize()
             if hasattr(base.config, "quantization_config"):

@@ -10,7 +10,6 @@ from accelerate import init_empty_weights
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.quantizers.quantizers_utils import should_convert_module
 
 from finetune.config.recipe_schema import Recipe
 from finetune.models import (
@@ -41,13 +40,12 @@ def build_model(recipe: Recipe, config: PretrainedConfig, head: Head) -> nn.Modu
     """
     section = recipe.model
     stored = base_dtype(recipe)
-    loading, drawn = loading_config(recipe, config, head)
-    network = build_base_model(recipe, config, head, dtype=stored, loading=loading)
+    network = build_base_model(recipe, config, head, dtype=stored, loading=loading_config(recipe, config, head))
     if stored != torch.float32:
         _restore_buffers(network)
     if section.rope_scaling is not None and section.rope_scaling.type == "dynamic":
         fix_dynamic_rope(network, recipe.data.sequence_length)
-    quantization.quantize(network, section, head, drawn)
+    quantization.quantize(network, section, head)
     if recipe.lora is not None:
         network.requires_grad_(False)
     elif section.freeze is not None:
@@ -62,24 +60,20 @@ def build_model(recipe: Recipe, config: PretrainedConfig, head: Head) -> nn.Modu
     return whole.train()
 
 
-def loading_config(recipe: Recipe, config: PretrainedConfig, head: Head) -> tuple[Any | None, list[str]]:
+def loading_config(recipe: Recipe, config: PretrainedConfig, head: Head) -> Any | None:
     """Returns the config by which pretrained weights are quantised as they are read, if they are to be.
 
-    That of weights which are stored quantised gets the names of the linear modules that they lack: a head's, and those
-    of the body, which are returned as well. transformers could not draw weights that are packed bytes.
+    That of weights which are stored quantised gets the names of the modules that they lack.
     """
     section, stored = recipe.model, getattr(config, "quantization_config", None)
     if not head.may_be_new or section.name is None or (section.quantization is None and stored is None):
-        return quantization.loading_config(section, []), []
+        return quantization.loading_config(section, [])
     with torch.device("meta"):
         bare = head.auto.from_config(copy.deepcopy(config), trust_remote_code=section.trust_remote_code)
-    kept, drawn = quantization.kept_modules(bare, head), list[str]()
+    kept = quantization.kept_modules(bare, section, head)
     if stored is not None and type(bare).__name__ not in (config.architectures or ()):
-        given = list(stored.get("llm_int8_skip_modules") or ())
-        lacking = pretrained_files.absent_linears(bare, pretrained_files.weights_folder(section.name, section.revision))
-        drawn = [name for name in lacking if should_convert_module(name, [*given, *kept])]
-        stored["llm_int8_skip_modules"] = [*given, *kept, *drawn]
-    return quantization.loading_config(section, kept), drawn
+        stored["llm_int8_skip_modules"] = [*(stored.get("llm_int8_skip_modules") or ()), *kept]
+    return quantization.loading_config(section, kept)
 
 
 def fix_dynamic_rope(network: nn.Module, length: int) -> None:

@@ -26,7 +26,7 @@ class Head:
         """True if pretrained files may lack it, as none do that write text; such a head is trained whole."""
         return not (self.next_token or self.encodes)
 
-    def added_modules(self, network: Any) -> list[str]:
+    def modules_beside_body(self, network: Any) -> list[str]:
         """Returns the names of the modules beside the pretrained body, if files may lack them; else none."""
         body = network.base_model
         if not self.may_be_new or body is network:

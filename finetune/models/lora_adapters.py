@@ -15,8 +15,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from finetune.config.recipe import hint
-from finetune.config.recipe_schema import LoraSection, Recipe
+from finetune.config.recipe_schema import LoraSection, ModelSection, Recipe
 from finetune.models.heads import Head
+from finetune.models.pretrained_files import added_modules
 from finetune.utils.compat.peft_private import without_bitsandbytes
 from finetune.utils.errors import CheckpointError, RecipeError
 
@@ -57,7 +58,7 @@ def attach(network: nn.Module, recipe: Recipe, head: Head | None = None) -> nn.M
             f"lora: adapters go into networks of transformers, and task '{recipe.task.name}' builds a "
             f"{type(network).__name__}. Remove the section, or build a PreTrainedModel."
         )
-    targets, saved = _choose_modules(network, section, head)
+    targets, saved = _choose_modules(network, section, recipe.model, head)
     with without_bitsandbytes(), warnings.catch_warnings():
         from peft import LoraConfig, get_peft_model
 
@@ -89,8 +90,11 @@ def describe_adapters(network: nn.Module) -> str | None:
         return None
     count = sum(hasattr(module, "lora_A") for module in network.modules())
     parts = [f"{'DoRA' if config.use_dora else 'LoRA'} of rank {config.r} on {count} modules"]
-    if config.modules_to_save:
-        parts.append(f"trained whole: {', '.join(sorted(config.modules_to_save))}")
+    # peft adds the usual names of a classifier's head to those that it was given.
+    names = [f".{name}" for name, _ in network.named_modules()]
+    whole = [said for said in sorted({*(config.modules_to_save or ())}) if any(n.endswith(f".{said}") for n in names)]
+    if whole:
+        parts.append(f"trained whole: {', '.join(whole)}")
     return ", ".join(parts)
 
 
@@ -237,7 +241,9 @@ def _is_adapted(network: nn.Module) -> bool:
     return hasattr(network, "get_base_model")
 
 
-def _choose_modules(network: PreTrainedModel, section: LoraSection, head: Head | None) -> tuple[list[str], list[str]]:
+def _choose_modules(
+    network: PreTrainedModel, section: LoraSection, base: ModelSection, head: Head | None
+) -> tuple[list[str], list[str]]:
     """Returns full names of the linear modules that get an adapter, and of the modules that are trained whole."""
     kind = type(network).__name__
     both = embeddings_and_head(network)
@@ -254,7 +260,7 @@ def _choose_modules(network: PreTrainedModel, section: LoraSection, head: Head |
             "copy of one of them would part. Leave them out, or train all weights (no lora section)."
         )
     if head is not None:
-        saved += [name for name in head.added_modules(network) if name not in saved]
+        saved += [name for name in added_modules(network, base, head) if name not in saved]
 
     linear = [name for name, module in network.named_modules() if type(module).__name__ in _LINEAR]
     if not linear:

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from finetune.config.recipe_schema import ModelSection
+from finetune.models.heads import Head
 from finetune.utils import json_files
 from finetune.utils.compat.transformers_private import tied_names, untie
 from finetune.utils.errors import RecipeError
@@ -279,13 +280,21 @@ def _new_head(network: PreTrainedModel, missing: set[str]) -> set[str]:
     return head | pooler if pooler <= missing else head
 
 
-def absent_linears(network: PreTrainedModel, folder: Path) -> list[str]:
-    """Returns the names of a body's linear modules whose weights a model's files lack."""
-    found = {name for file in weight_files(folder) for name in _dtypes(file)}
-    prefix = f"{network.base_model_prefix}."
-    body = network.base_model
-    linears = [name for name, module in body.named_modules() if type(module) is nn.Linear]
-    return [prefix + name for name in linears if not {f"{name}.weight", f"{prefix}{name}.weight"} & found]
+def added_modules(network: Any, section: ModelSection, head: Head) -> list[str]:
+    """Returns the names of the modules that a task adds to a pretrained network, and trains whole.
+
+    They are those beside its body, and a pooler within it that the files lack, as those of a language model do.
+
+    Raises:
+        RecipeError: If a file cannot be read.
+    """
+    added = head.modules_beside_body(network)
+    if not added or section.name is None:
+        return added
+    found = [name for file in weight_files(weights_folder(section.name, section.revision)) for name in _dtypes(file)]
+    poolers = [name for name, _ in network.base_model.named_modules() if name.rpartition(".")[2] == "pooler"]
+    absent = [name for name in poolers if not any(f".{name}." in f".{tensor}" for tensor in found)]
+    return added + [f"{network.base_model_prefix}.{name}" for name in absent if found]
 
 
 def _missing_parts(auto: Any, folder: Path, config: Any, trusted: bool) -> list[str]:

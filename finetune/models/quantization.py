@@ -4,7 +4,6 @@ Quantized weights are stored as fp32 (eight, or four, a number): one dtype every
 shard them.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from finetune.config.recipe_schema import ModelSection
 from finetune.models.frozen_weights import compute_dtype, multiply
 from finetune.models.heads import Head
+from finetune.models.pretrained_files import added_modules
 from finetune.utils.compat.library_versions import require_installed
 from finetune.utils.errors import RecipeError
 
@@ -62,12 +62,12 @@ def _eight_bits(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return packed.view(torch.int8).to(dtype)
 
 
-def kept_modules(network: PreTrainedModel, head: Head) -> list[str]:
+def kept_modules(network: PreTrainedModel, section: ModelSection, head: Head) -> list[str]:
     """Returns the names of the modules that are not packed: the output head, and what a task adds to a body.
 
     transformers by itself keeps what has the last parameter; of a head with a bias that is no module.
     """
-    return [*get_keys_to_not_convert(network), *head.added_modules(network)]
+    return [*get_keys_to_not_convert(network), *added_modules(network, section, head)]
 
 
 def loading_config(section: ModelSection, kept: list[str]) -> Any | None:
@@ -92,13 +92,10 @@ def loading_config(section: ModelSection, kept: list[str]) -> Any | None:
     )
 
 
-def quantize(network: PreTrainedModel, section: ModelSection, head: Head, drawn: Sequence[str] = ()) -> None:
+def quantize(network: PreTrainedModel, section: ModelSection, head: Head) -> None:
     """Quantises the linear modules of a network that has its weights, all but `kept_modules`, in place.
 
     Those of a network that was loaded by `loading_config` are quantised already.
-
-    Args:
-        drawn: Names of linear modules of a body stored in 4 bits that its files lack. They are packed as the others.
 
     Raises:
         RecipeError: If there are none.
@@ -109,7 +106,7 @@ def quantize(network: PreTrainedModel, section: ModelSection, head: Head, drawn:
     import bitsandbytes as bnb
 
     if not stored:
-        kept = kept_modules(network, head)
+        kept = kept_modules(network, section, head)
         for name, linear in list(network.named_modules()):
             if type(linear) is nn.Linear and should_convert_module(name, kept):
                 network.set_submodule(name, _packed(linear, section))
@@ -121,17 +118,8 @@ def quantize(network: PreTrainedModel, section: ModelSection, head: Head, drawn:
         raise RecipeError(
             f"model.quantization: {type(network).__name__} has no linear modules that can be packed. Leave it out."
         )
-    read = next((m.weight for m in packed if hasattr(m.weight, "quant_state")), None)
-    how = {key: getattr(read, key, None) for key in ("compress_statistics", "quant_type", "quant_storage")}
-    for name in drawn:
-        network.set_submodule(name, _packed4(network.get_submodule(name), how))
-        packed.append(network.get_submodule(name))
     for module in packed:
         if isinstance(module, bnb.nn.Linear4bit):
-            if not hasattr(module.weight, "quant_state"):
-                # New in a body, as BERT's pooler is on files of a language model: transformers draws it, unpacked.
-                weight = bnb.nn.Params4bit(module.weight.data, requires_grad=False, module=module, **how)
-                module.weight = weight.to(module.weight.device)
             # A forward pass in evaluation mode would repack the weights for one kernel, in place: gradients are then
             # lost without a word, and what is gathered from shards has the old packing. Source: bitsandbytes 0.50,
             # `Linear4bit.forward`.
@@ -154,6 +142,8 @@ def as_autocast(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _packed(module: nn.Linear, section: ModelSection) -> nn.Module:
+    import bitsandbytes as bnb
+
     if section.quantization == "int8":
         # Four to a number; a module whose rows do not fit stays as it is.
         return module if module.in_features % 4 else Linear8bit(module)
@@ -162,12 +152,6 @@ def _packed(module: nn.Linear, section: ModelSection) -> nn.Module:
         "quant_type": section.quantization,
         "quant_storage": _STORAGE,
     }
-    return _packed4(module, how)
-
-
-def _packed4(module: Any, how: dict[str, Any]) -> nn.Module:
-    import bitsandbytes as bnb
-
     packed: nn.Module = bnb.nn.Linear4bit(
         module.in_features, module.out_features, compute_dtype=torch.float32, device="meta", **how
     )

@@ -303,7 +303,7 @@ def _packable(network: Any, recipe: Recipe) -> Iterator[Any]:
         return
     loaded = section.name is not None and section.quantization != "int8"
     head = head_of(recipe)
-    kept = [] if head is None else kept_modules(network, head)
+    kept = [] if head is None else kept_modules(network, section, head)
     for name, module in network.named_modules():
         linear = type(module) is nn.Linear or (loaded and type(module).__name__ == "Conv1D")
         if not linear or not should_convert_module(name, kept):

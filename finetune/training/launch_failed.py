@@ -23,5 +23,6 @@ def send_alert_of_failure(arguments: Sequence[str], text: str) -> None:
     try:
         recipe = load_recipe(parsed.recipe, parsed.overrides, BUILT_IN)
     except RecipeError as error:  # changed, or moved, since the run began: how it ended is told all the same
-        return warn_unsent("failed", str(error))
+        warn_unsent("failed", str(error))
+        return
     send_alert(recipe.guard, "failed", text, {"run": str(recipe.output.dir)}, wait=True)

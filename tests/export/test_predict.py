@@ -148,7 +148,7 @@ def test_adapters_predict_what_the_evaluation_counted(
 
 @pytest.mark.parametrize("way", ["whole", "nf4", "stored"])
 def test_a_base_without_a_pooler(tmp_path: Path, way: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """It is drawn for the run, which a merged model has, and an adapter has not."""
+    """It is drawn, and trained whole, as the head above it is."""
     base = tmp_path / "base"
     size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     torch.manual_seed(4)
@@ -163,11 +163,21 @@ def test_a_base_without_a_pooler(tmp_path: Path, way: str, capsys: pytest.Captur
     done = job(tmp_path, model=model, lora={"rank": 4})
     assert len(set(done.predicted)) > 1
     assert [line["label"] for line in lines_of(done.run, done.file, capsys)] == done.predicted
-    assert main.main(["export", str(done.run), "--as", "adapter"]) == 2
-    assert f"drew bert.pooler.dense itself, which {base} lacks." in " ".join(capsys.readouterr().err.split())
+    exports = done.run / "exports"
     assert main.main(["export", str(done.run), "--as", "merged"]) == 0
-    found = lines_of(done.run / "exports" / "merged", done.file, capsys, "--text-field", "story")
-    assert len(found) == len(done.predicted)
+    merged = lines_of(exports / "merged", done.file, capsys, "--text-field", "story")
+    assert len(merged) == len(done.predicted)
+    code = main.main(["export", str(done.run), "--as", "adapter"])
+    if way == "stored":
+        assert code == 2
+        said = " ".join(capsys.readouterr().err.split())
+        assert f"{base} is stored in 4 bits and lacks bert.pooler, which transformers cannot draw there" in said
+        return
+    assert code == 0
+    config = json.loads((exports / "adapter" / "adapter_config.json").read_text())
+    assert {"bert.pooler", "classifier"} <= set(config["modules_to_save"])
+    adapter = lines_of(exports / "adapter", done.file, capsys, "--text-field", "story")
+    assert [line["label"] for line in adapter] == [line["label"] for line in merged]
 
 
 def test_a_table_has_a_row_for_each_document(full: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,7 +35,7 @@ from finetune.utils import errors
 from finetune.utils.atomic_files import read_lines
 from finetune.utils.exit_codes import REQUEUE
 
-STEPS, KEEP = 24, 2
+STEPS, KEEP, EVERY = 24, 2, 3
 # Whole tensors on each rank; and pieces, which the ranks send each other while a checkpoint is written.
 CONFIGS = ("ddp", "fsdp")
 # Those of a line that a clock or the system's memory shows.
@@ -67,7 +67,7 @@ class Victim:
             self.directory,
             task={"name": "troubled_task:mlp"},
             length={"steps": self.steps},
-            checkpoint={"every_steps": 3, "keep": KEEP},
+            checkpoint={"every_steps": EVERY, "keep": KEEP},
             eval={"every_steps": 6},
         )
         self.recipe.write_text(yaml.safe_dump(tree))
@@ -92,6 +92,26 @@ class Victim:
     def store(self) -> CheckpointStore:
         return open_store(self.directory)
 
+    @property
+    def gate(self) -> Path:
+        return self.folder / "gate"
+
+    def held(self, at: int) -> dict[str, Any]:
+        """Trouble for the next start: rank 0 waits at one of its micro-batches until `let_go`."""
+        self.gate.unlink(missing_ok=True)
+        return {"hold": {"rank": 0, "at": at, "file": str(self.gate)}}
+
+    def held_after(self, save: int) -> dict[str, Any]:
+        """The same a few steps after a save has begun, the how many-th after the start.
+
+        Whoever strikes late, on a busy machine, finds the run there, and not at its end.
+        """
+        micro_batches = 2  # of a rank, in a step of two ranks
+        return self.held(micro_batches * (EVERY * (save + 1) + 2))
+
+    def let_go(self) -> None:
+        self.gate.touch()
+
     def staged(self) -> set[str]:
         """The checkpoints that are being written, or that somebody who was killed has left unfinished."""
         return {path.name for path in self.checkpoints.glob("*.staging")}
@@ -105,6 +125,11 @@ class Victim:
                 except errors.CheckpointError:
                     # Deleted since it was listed. If it still has its name, it never was whole.
                     demand(name not in self.store.list_names(), f"{name} was listed before it was whole")
+
+    def begun(self) -> int:
+        """How many saves at every `EVERY` steps have begun, of all starts; some of them may have been seen too late."""
+        self.look()
+        return max((step_of(sealed_name(name)) or 0 for name in {*self.staged(), *self.whole}), default=0) // EVERY
 
     def newest(self) -> int:
         """The step of the newest checkpoint, named or killed before it got its name; 0 without one."""
@@ -192,15 +217,17 @@ class Moment:
             return cls(chance.randint(1, 4), chance.uniform(0.0, 0.08))
         return cls(None, chance.uniform(0.0, longest_s))
 
+    def hold(self, victim: Victim) -> dict[str, Any]:
+        """Trouble by which the run does not end before the moment has come; none if that counts from the start."""
+        return {} if self.save is None else victim.held_after(self.save)
+
     def wait(self, victim: Victim, ended: Callable[[], bool]) -> bool:
         """Returns when the moment has come; False if the run has ended before."""
-        saves, old = 0, victim.staged()
+        old = victim.begun()
         since, end = (time.monotonic() if self.save is None else None), time.monotonic() + LIMIT_S
         while since is None or time.monotonic() - since < self.delay_s:
-            victim.look()
-            now = victim.staged()
-            saves, old = saves + len(now - old), now
-            if since is None and saves == self.save:
+            saves = victim.begun() - old
+            if since is None and self.save is not None and saves >= self.save:
                 since = time.monotonic()
             if ended():
                 return False
@@ -237,17 +264,18 @@ def kill(fork_server: ForkServer, victim: Victim, who: str, moment: Moment, wait
     Args:
         who: `0`, `1` or `all`.
     """
-    trouble = {"TROUBLE": json.dumps({"wait_s": wait_s})}
+    trouble = {"TROUBLE": json.dumps({"wait_s": wait_s, **moment.hold(victim)})}
     with fork_server.start(victim.config, victim.said, str(victim.recipe), env=trouble) as ranks:
         struck = moment.wait(victim, lambda: None not in ranks.codes)
         during = ", ".join(victim.staged())
         ranks.signal(signal.SIGKILL, *([0, 1] if who == "all" else [int(who)]))
+        victim.let_go()
         if moment.save is None:
             # Ranks may not have met yet, and one that waits for another is ended by its launcher.
             until(lambda: any(code is not None for code in ranks.codes), LIMIT_S, "no rank was ended")
             ranks.signal(signal.SIGTERM)
         # After that a rank ends by itself when another is gone.
-        codes = ranks.wait(30)
+        codes = ranks.wait()
         victim.check()
         if not struck or codes == [0, 0]:
             return "came too late"
@@ -279,14 +307,15 @@ def ask(
     Args:
         skews: How long after the moment each rank is asked, in seconds; ranks that are not named are not.
     """
-    trouble = {"TROUBLE": json.dumps({"wait_s": wait_s})}
+    trouble = {"TROUBLE": json.dumps({"wait_s": wait_s, **moment.hold(victim)})}
     with fork_server.start(victim.config, victim.said, str(victim.recipe), env=trouble) as ranks:
         struck = moment.wait(victim, lambda: None not in ranks.codes)
         since, newest = time.monotonic(), victim.newest()
         for rank, skew in sorted(skews.items(), key=lambda pair: pair[1]):
             until(lambda skew=skew: time.monotonic() - since >= skew, LIMIT_S, "time stands still")
             ranks.signal(number, rank)
-        codes = ranks.wait(60)
+            victim.let_go()
+        codes = ranks.wait()
         victim.check()
         if codes == [0, 0] and (not struck or newest >= victim.steps - 6):
             return "came too late"

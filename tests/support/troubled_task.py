@@ -3,14 +3,16 @@
 The variable TROUBLE is JSON and says what goes wrong. Keys that name rows hit the same rows on every backend:
   loss, gradient    {row: "nan" | "inf" | "-inf"}: the loss, or the gradient alone, of the row is that
 The others say on which rank, and at which of its micro-batches (counted from 0 in this process):
-  hold              {"rank", "at", "file"}: waits there until the file exists; `file`.reached says that it waits
+  hold              {"rank", "at", "file"}: waits there until the file exists; `file`.reached says that it waits. With
+                    "takes" it then removes the file, so that whoever comes there next waits again
   hang, raise, memory, kill, stop
                     {"rank", "at"}: waits forever; raises; asks for more memory than there is; SIGKILLs itself
   collective, lock  {"rank", "at"}: waits in a collective that other ranks do not begin; keeps Python's lock for ever.
                     Both in the forward pass
   late              {"rank", "s"}: computes that much longer in each forward pass
 Each happens once if it has a "once": a file that is made when it has happened.
-`compared_s` is how often the work of ranks is compared.
+`compared_s` is how often the work of ranks is compared, `answer_s` how long a rank that leads a stall waits for the others,
+`lost_s` how long one that has lost another waits for its launcher, `same_s` how long all requests to stop are one.
 `validation` is how many rows there are to evaluate on, `wait_s` makes each micro-batch take that long.
 """
 
@@ -29,6 +31,14 @@ import torch
 
 from finetune.monitoring import rank_watch
 from finetune.tasks.task import Task, TaskData
+from finetune.utils import exit_codes, signals
+
+_LIMITS = {
+    "compared_s": (rank_watch, "_COMPARED_S"),
+    "answer_s": (rank_watch, "_ANSWER_S"),
+    "lost_s": (exit_codes, "_LOST_PATIENCE_S"),
+    "same_s": (signals, "SAME_REQUEST_S"),
+}
 
 
 def _trouble() -> dict[str, Any]:
@@ -73,6 +83,8 @@ class TroubledRows(own_task.Points):
         Path(f"{one['file']}.reached").touch()
         while not Path(one["file"]).exists():
             time.sleep(0.002)
+        if one.get("takes"):
+            Path(one["file"]).unlink()
 
     def _hang(self, one: dict[str, Any]) -> None:
         if "file" in one:
@@ -106,7 +118,8 @@ class _Slow:
 
     def __init__(self) -> None:
         self.trouble, self.number = _trouble(), -1
-        rank_watch._COMPARED_S = self.trouble.get("compared_s", rank_watch._COMPARED_S)
+        for key, (module, name) in _LIMITS.items():
+            setattr(module, name, self.trouble.get(key, getattr(module, name)))
 
     def suffer(self) -> None:
         # The first passes are rehearsals.
