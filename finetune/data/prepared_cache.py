@@ -24,7 +24,8 @@ STATE = "state.json"
 """A build that leaves this file in its folder can continue with what is there."""
 STATE_VERSION = 5
 """Version of that file, which has it as `version`, and of those that it is about."""
-# A check of less than this takes about a second, and a wait for one is not worth a word.
+# A check of less than this takes about a second, and a wait for one is not worth a word; nor is one for small data,
+# which ranks meet at each first start.
 _SAID_FROM = 10_000_000_000
 _SILENT_WAIT_S = 5.0
 
@@ -173,7 +174,7 @@ class Cache:
                     "file system, such as a local disk."
                 )
             try:
-                lock.acquire(timeout=_SILENT_WAIT_S if there else 0)
+                lock.acquire(timeout=_SILENT_WAIT_S)
             except filelock.Timeout:
                 if os.environ.get("RANK", "0") == "0":  # of the ranks of a launch one is enough
                     what = "checking" if there else "preparing"

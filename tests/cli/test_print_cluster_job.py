@@ -83,11 +83,14 @@ def test_slurm_preempts_a_job_and_requeues_it_but_does_not_requeue_what_is_cance
     script.write_text(printed(capsys, *words))
     write_command(commands, f'exec {sys.executable} -m finetune "$@"')
     with slurm_cluster(tmp_path / "slurm", 2, str(commands)) as cluster:
-        cluster.env["TROUBLE"] = json.dumps({"wait_s": 0.05})
+        cluster.env["TROUBLE"] = json.dumps({"wait_s": 0.05, **victim.held_after(1)})
         job = cluster.submit(str(script))
         assert Moment(1, 0.0).wait(victim, lambda: cluster.over(job)), cluster.output(job)
         # All cores of both nodes.
         urgent = cluster.submit("--partition=urgent", "--nodes=2", "--cpus-per-task=64", "--wrap=true")
+        # Slurm looks for what to preempt when it has the time.
+        until(lambda: cluster.state(job).get("PreemptTime", "None") != "None", LIMIT_S, lambda: str(cluster.state(job)))
+        victim.let_go()
         until(lambda: cluster.over(urgent), LIMIT_S, lambda: cluster.output(job))
         assert 3 <= victim.newest() < victim.steps
         until(lambda: cluster.over(job), LIMIT_S, lambda: cluster.output(job))

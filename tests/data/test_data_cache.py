@@ -401,7 +401,7 @@ class Taken(filelock.FileLock):
     """A lock that another process holds until it is waited for."""
 
     def acquire(self, timeout: float | None = None, **options: Any) -> Any:
-        if timeout == 0:
+        if timeout is not None:
             raise filelock.Timeout(str(self.lock_file))
         return super().acquire(timeout, **options)
 

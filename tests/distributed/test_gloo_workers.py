@@ -40,9 +40,9 @@ mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("one", "other"))
 groups |= {mesh[name].get_group() for name in mesh.mesh_dim_names}
 for group in groups:
     distributed.all_reduce(torch.ones(1), group=group)
-# Threads name themselves when they begin: counted when the number has been the same for a while.
-counts = []
-while len(counts) < 50 or len(set(counts[-50:])) > 1:
+# Threads name themselves when they begin: counted when there are enough, and the number has been the same for a while.
+counts, enough = [], int(os.environ.get("EACH", "1")) * len(groups)
+while len(counts) < 50 or len(set(counts[-50:])) > 1 or counts[-1] < enough:
     time.sleep(0.01)
     names = []
     for task in os.listdir("/proc/self/task"):
@@ -63,7 +63,7 @@ print("found", json.dumps(found))
 @pytest.mark.parametrize(("debug", "each"), [("OFF", 1), ("DETAIL", 2)])
 def test_a_gloo_group_has_one_worker_thread(debug: str, each: int) -> None:
     """Debugged in detail, a group has another one beside it."""
-    code, output = run([sys.executable, "-c", GROUPS], env=environment(TORCH_DISTRIBUTED_DEBUG=debug))
+    code, output = run([sys.executable, "-c", GROUPS], env=environment(TORCH_DISTRIBUTED_DEBUG=debug, EACH=str(each)))
     assert code == 0, output
     found = json.loads(output.partition("found ")[2].splitlines()[0])
     assert found == {"each": each, "read": 1, "timeout_s": 77}

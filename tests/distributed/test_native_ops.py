@@ -16,13 +16,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from harness import ROOT
+from harness import LIMIT_S, ROOT
 
 from finetune.distributed import native_ops
 from finetune.utils.compat.torch_private import builds_under_flock
 from finetune.utils.errors import BackendError
-
-LIMIT_S = 120
 
 SOURCE = """
 #include <Python.h>

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from forkserver import until
+from harness import LIMIT_S
 from ranks import free_port
 
 from finetune.distributed.launch import heartbeat, machine_facts, machine_links, network_interface, rendezvous
@@ -142,13 +143,19 @@ def local(monkeypatch: pytest.MonkeyPatch) -> int:
     return free_port()
 
 
-def meet(port: int, *machines: MachineFacts, join_s: float = 20.0, say: Callable[[str], Any] = str) -> list[Any]:
+def meet(
+    port: int,
+    *machines: MachineFacts,
+    join_s: float = LIMIT_S,
+    heartbeat_s: float = LIMIT_S,
+    say: Callable[[str], Any] = str,
+) -> list[Any]:
     """What each of several launchers in this process comes to."""
     found: list[Any] = [None] * len(machines)
 
     def hold(index: int, own: MachineFacts) -> None:
         try:
-            found[index] = rendezvous.Meeting(MachinePlan("127.0.0.1", port, own, join_s, 2.0), say).hold()
+            found[index] = rendezvous.Meeting(MachinePlan("127.0.0.1", port, own, join_s, heartbeat_s), say).hold()
         except BackendError as error:
             found[index] = str(error)
 
@@ -160,10 +167,11 @@ def meet(port: int, *machines: MachineFacts, join_s: float = 20.0, say: Callable
     return found
 
 
-def test_a_machine_that_was_stopped_and_started_again_is_one(local: int) -> None:
+def test_a_machine_that_was_stopped_and_started_again_is_one(local: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its first launcher counts no more; a second one at the same time does."""
+    monkeypatch.setattr(rendezvous, "_LIVE_S", LIMIT_S)
     store = rendezvous._store("127.0.0.1", local, host=True)
-    judge = rendezvous._Judge(store, MachinePlan("127.0.0.1", local, FACTS), time.monotonic() + 60)
+    judge = rendezvous._Judge(store, MachinePlan("127.0.0.1", local, FACTS), time.monotonic() + LIMIT_S)
 
     def come(rank: int) -> int:
         number = int(store.add("joined", 1))
@@ -190,14 +198,19 @@ def test_a_port_that_is_taken(local: int) -> None:
 
 
 def test_what_listens_and_is_no_machine(local: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "_SLACK_S", 0.5)
-    monkeypatch.setattr(rendezvous, "_SAY_EVERY_S", 0.4)
+    monkeypatch.setattr(rendezvous, "_SAY_EVERY_S", 0.1)
+    monkeypatch.setattr(rendezvous, "_SLACK_S", LIMIT_S)
     lines: list[str] = []
+
+    def say(line: str) -> None:
+        lines.append(line)
+        if sum("something listens" in one for one in lines) == 2:
+            monkeypatch.setattr(rendezvous, "_SLACK_S", -LIMIT_S)  # the time is over
+
     with socket.create_server(("127.0.0.1", local)):
-        text = meet(local, facts(1), join_s=1.0, say=lines.append)[0]
+        text = meet(local, facts(1), join_s=1.0, say=say)[0]
     assert "something listens at 127.0.0.1" in text
-    assert lines[0].startswith("Waiting for machine 0 (something listens at")
-    assert len(lines) >= 2
+    assert all(line.startswith("Waiting for machine 0 (something listens at") for line in lines[-2:])
 
 
 def test_a_plan_is_handed_over_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,10 +220,13 @@ def test_a_plan_is_handed_over_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rendezvous.take_over("PLAN") == plan
 
 
-def beats(local: int, monkeypatch: pytest.MonkeyPatch) -> list[Heartbeat]:
-    """The heartbeats of two machines; nothing is killed, since both are this process."""
+def beats(local: int, monkeypatch: pytest.MonkeyPatch, **waits: float) -> list[Heartbeat]:
+    """The heartbeats of two machines; nothing is killed or ended, since both are this process."""
     monkeypatch.setattr(heartbeat, "kill_descendants", lambda: None)
-    found = [Heartbeat(met) for met in meet(local, facts(0), facts(1))]
+    monkeypatch.setattr(heartbeat, "_END_S", LIMIT_S)
+    # Neither is silent, however long this process waits for a core; how that is found out has tests of its own.
+    monkeypatch.setattr(Heartbeat, "_find_silence", lambda *_: None)
+    found = [Heartbeat(met) for met in meet(local, facts(0), facts(1), **waits)]
     for beat in found:
         beat.start()
     return found
@@ -257,7 +273,7 @@ def test_ranks_that_lost_others_wait_for_the_reason(local: int, monkeypatch: pyt
 
 
 def test_ranks_that_lost_others_for_no_reason(local: int, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
-    both = beats(local, monkeypatch)
+    both = beats(local, monkeypatch, heartbeat_s=2.0)
     assert finish(both, 69, 69) == [1, 1]
     assert "have lost others, and no machine says why" in capfd.readouterr().err
 
@@ -314,6 +330,6 @@ def test_links_are_measured(local: int) -> None:
     threads = [threading.Thread(target=lambda m=m: found.append(rendezvous.measure_links(m, 0.01))) for m in met]
     for thread in threads:
         thread.start()
-    until(lambda: len(found) == 2, 30.0, "links are not measured")
+    until(lambda: len(found) == 2, LIMIT_S, "links are not measured")
     assert found[0] == found[1]
     assert found[0][0, 1].bytes_per_s > 0

@@ -9,7 +9,7 @@ from torch.distributed import TCPStore
 
 from finetune.distributed import rendezvous_store
 
-PATIENCE = timedelta(seconds=5)
+PATIENCE = timedelta(seconds=300)
 
 
 def test_who_is_ahead_finds_the_store_of_the_process_group(monkeypatch: pytest.MonkeyPatch) -> None:

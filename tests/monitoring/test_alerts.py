@@ -2,6 +2,7 @@
 
 import json
 import math
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -240,11 +241,22 @@ def test_a_command_that_fails(tmp_path: Path) -> None:
 
 def test_a_command_that_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is killed, with what it has started."""
-    monkeypatch.setattr(alerts, "_TIMEOUT_S", 1.5)
-    script = write_script(tmp_path, "sleep 1000 & echo $! > child; wait")
+    written = tmp_path / "child"
+
+    class Popen(subprocess.Popen[Any]):
+        """Its time is over once its child runs."""
+
+        def communicate(self, *words: Any, **options: Any) -> Any:
+            until(written.exists, LIMIT_S, "its child was not started")
+            return super().communicate(*words, **options)
+
+    monkeypatch.setattr(alerts, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": Popen}))
+    monkeypatch.setattr(alerts, "_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(alerts, "_PATIENCE_S", LIMIT_S)
+    script = write_script(tmp_path, "sleep 1000 & echo $! > new; mv new child; wait")
     done = run_here(mlp(tmp_path / "run", guard={"alert": str(script)}))
-    assert f"was not sent: {script} has not ended within 1.5 s. The run does not depend on it." in done.said
-    child = Path("/proc", (tmp_path / "child").read_text().strip(), "stat")
+    assert f"was not sent: {script} has not ended within 0.1 s. The run does not depend on it." in done.said
+    child = Path("/proc", written.read_text().strip(), "stat")
     until(lambda: not child.exists() or child.read_text().split()[2] == "Z", LIMIT_S, "its child is killed")
 
 

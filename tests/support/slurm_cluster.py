@@ -16,7 +16,7 @@ from ranks import free_port
 
 from finetune.distributed.launch.network_interface import own_addresses
 
-LIMIT_S = 60
+LIMIT_S = 300
 WHERE = f"{os.environ['PATH']}:/usr/sbin"
 MISSING = [name for name in ("slurmctld", "slurmd", "sbatch") if shutil.which(name, path=WHERE) is None]
 
