@@ -52,7 +52,7 @@ _USUAL, _OUTSIDE = 10, 6
 # Ranks are compared over so many seconds and steps at least; one that is behind twice in a row is named.
 _COMPARED_S, _COMPARED_STEPS = 5.0, 5
 # So long one that leads waits for what others have to say, and others for what it makes of that.
-_ANSWER_S = 5.0
+_ANSWER_S = 10.0
 # What waits for others, or does as it is told: of no interest in a stack.
 _LIBRARIES = (os.path.dirname(threading.__file__), os.sep + "site-packages" + os.sep)
 

@@ -87,7 +87,7 @@ def test_requests_that_come_when_all_is_saved_change_nothing(fork_server: ForkSe
     with fork_server.start("ddp", victim.said, str(victim.recipe), env=env) as ranks:
         assert Moment(1, 0.0).wait(victim, lambda: None not in ranks.codes), ranks.output()
         ranks.signal(signal.SIGTERM, 0)
-        victim.let_go()
+        victim.let_go(once_asked=True)
         # One is asked over and over until both have ended.
         while None in ranks.codes:
             ranks.signal(signal.SIGTERM, 1)
@@ -217,7 +217,7 @@ def test_a_launcher_passes_requests_on_and_may_be_killed_at_any_time(undisturbed
     with launched(victim, wait_s=0.02, **victim.held_after(1)) as process:
         assert Moment(1, 0.0).wait(victim, lambda: process.poll() is not None), said_by(victim)
         process.send_signal(signal.SIGUSR1)
-        victim.let_go()
+        victim.let_go(once_asked=True)
         assert process.wait(LIMIT_S) == REQUEUE, said_by(victim)[-4000:]
     victim.check()
     stopped_at = victim.newest()
@@ -263,7 +263,7 @@ def test_a_terminal_that_closes_has_the_run_saved(
         terminal.close()
         # A shell passes it on as well.
         terminal.process.send_signal(signal.SIGHUP)
-        victim.let_go()
+        victim.let_go(once_asked=True)
         code = terminal.end()
         until(lambda: not held(victim), LIMIT_S, "the workers did not end")
     if launch.startswith(("finetune", "alone")):
@@ -305,7 +305,7 @@ def test_ctrl_c_says_where_a_run_stopped_and_leaves_nothing_behind(victim: Victi
     with in_terminal(victim, words, TMPDIR=str(folder)) as terminal:
         assert Moment(1, 0.0).wait(victim, lambda: terminal.process.poll() is not None), terminal.output
         terminal.press_ctrl_c()
-        victim.let_go()
+        victim.let_go(once_asked=True)
         assert terminal.end() == REQUEUE, terminal.output
     step = victim.newest()
     checkpoint = victim.checkpoints / name_of(step)

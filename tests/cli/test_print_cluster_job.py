@@ -89,8 +89,7 @@ def test_slurm_preempts_a_job_and_requeues_it_but_does_not_requeue_what_is_cance
         # All cores of both nodes.
         urgent = cluster.submit("--partition=urgent", "--nodes=2", "--cpus-per-task=64", "--wrap=true")
         # Slurm looks for what to preempt when it has the time.
-        until(lambda: cluster.state(job).get("PreemptTime", "None") != "None", LIMIT_S, lambda: str(cluster.state(job)))
-        victim.let_go()
+        victim.let_go(once_asked=True)
         until(lambda: cluster.over(urgent), LIMIT_S, lambda: cluster.output(job))
         assert 3 <= victim.newest() < victim.steps
         until(lambda: cluster.over(job), LIMIT_S, lambda: cluster.output(job))

@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,11 @@ from ranks import Place, by_finetune, lines
 pytestmark = [pytest.mark.machines, pytest.mark.xdist_group("machines_lost")]
 
 STUB = str(ROOT / "tests/support/machine_stub.py")
-# Seconds after which a machine that says nothing is given up, and the most that it may take beyond.
-PATIENCE_S, BEYOND_S = 4.0, 10.0
-START_S = 90.0
+# Seconds after which a machine that says nothing is given up; longer than a process waits for a core.
+PATIENCE_S = 8.0
+# All is over by then; what is not waits for half an hour, as gloo does.
+HUNG_S = 60.0
+START_S = 400.0
 RESUMES = "the same command on every machine resumes from the last checkpoint."
 
 
@@ -46,11 +47,10 @@ class Launch:
             self.programs.append(machine.start([sys.executable, STUB, str(folder), given]))
         self.ranks = range(number * local)
 
-    def order(self, name: str, text: str = "") -> float:
-        """Leaves a file that the workers read; returns the time."""
+    def order(self, name: str, text: str = "") -> None:
+        """Leaves a file that the workers read."""
         (self.folder / f"{name}.new").write_text(text)
         (self.folder / f"{name}.new").rename(self.folder / name)
-        return time.monotonic()
 
     def run(self) -> "Launch":
         """Waits until all ranks have summed."""
@@ -68,18 +68,13 @@ class Launch:
     def output(self) -> str:
         return "\n".join(program.output for program in self.programs)
 
-    def end(self, since: float, limit_s: float) -> list[str]:
-        """Waits until nothing runs on any machine; returns what each has said as an error.
-
-        Args:
-            since: When the trouble began.
-            limit_s: Seconds from then on by which it must be over.
-        """
+    def end(self) -> list[str]:
+        """Waits until nothing runs on any machine; returns what each has said as an error."""
         said = []
         for program in self.programs:
-            program.wait(max(1.0, since + limit_s - time.monotonic()))
+            program.wait(HUNG_S)
         for machine in self.machines:
-            machine.wait_until_idle(5.0)
+            machine.wait_until_idle()
         for program in self.programs:
             assert "Traceback" not in program.output, program.output
             assert "frame #" not in program.output, program.output
@@ -87,6 +82,13 @@ class Launch:
             assert len(errors) <= 1, program.output
             said.append("".join(errors))
         return said
+
+
+def assert_said(said: str, text: str) -> None:
+    """What was said begins with a text, in which `N` is the time until it was seen: 10 s beyond the patience at most."""
+    found = re.match(re.escape(text).replace(r"\ N\ ", r"\ (\d+)\ "), said)
+    assert found is not None, said
+    assert PATIENCE_S <= int(found[1]) <= PATIENCE_S + 10
 
 
 def test_a_good_end_over_a_bad_cable(machines: Machines, tmp_path: Path) -> None:
@@ -97,7 +99,8 @@ def test_a_good_end_over_a_bad_cable(machines: Machines, tmp_path: Path) -> None
         for rank in launch.ranks:
             (tmp_path / f"ready{rank}").unlink()
         launch.run()
-        assert launch.end(launch.order("stop"), 60.0) == ["", ""]
+        launch.order("stop")
+        assert launch.end() == ["", ""]
         assert launch.codes() == [0, 0]
     finally:
         machines[1].speed_up()
@@ -106,7 +109,8 @@ def test_a_good_end_over_a_bad_cable(machines: Machines, tmp_path: Path) -> None
 def test_a_worker_that_fails(machines: Machines, tmp_path: Path) -> None:
     """Its machine and rank are named on both, at once, and both end with its code."""
     launch = Launch(machines, tmp_path, 2, 2).run()
-    said = launch.end(launch.order("fail2", "7"), BEYOND_S)
+    launch.order("fail2", "7")
+    said = launch.end()
     assert launch.codes() == [7, 7]
     assert said[0] == said[1]
     assert said[0].startswith("Error: The worker of rank 2 on machine 1 (m1, 10.78.0.2) ended with exit code 7;")
@@ -116,9 +120,8 @@ def test_a_worker_that_fails(machines: Machines, tmp_path: Path) -> None:
 def test_a_worker_that_is_killed(machines: Machines, tmp_path: Path) -> None:
     launch = Launch(machines, tmp_path, 2).run()
     worker = psutil.Process(launch.programs[0].pid).children()[0]
-    since = time.monotonic()
     worker.kill()
-    said = launch.end(since, BEYOND_S)
+    said = launch.end()
     assert launch.codes() == [137, 137]
     assert said[0] == said[1]
     assert "The worker of rank 0 on machine 0 (m0, 10.78.0.1) was ended by SIGKILL (so does the kernel when" in said[0]
@@ -129,27 +132,26 @@ def test_a_launcher_that_is_killed(machines: Machines, tmp_path: Path, killed: i
     """Its worker, which waits in a collective for one that does not come, ends with it."""
     launch = Launch(machines, tmp_path, 2).run()
     launch.order(f"hang{1 - killed}")
-    since = time.monotonic()
+    until((tmp_path / f"hangs{1 - killed}").exists, HUNG_S, launch.output)
     os.kill(launch.programs[killed].pid, signal.SIGKILL)
-    machines[killed].wait_until_idle(5.0)
-    said = launch.end(since, PATIENCE_S + BEYOND_S)
+    machines[killed].wait_until_idle()
+    said = launch.end()
     assert launch.codes()[1 - killed] == 1
     if killed:
-        assert said[0].startswith("Error: Machine 1 (m1, 10.78.0.2) has not been heard of for 4 s: it is down, or cut")
+        assert_said(said[0], "Error: Machine 1 (m1, 10.78.0.2) has not been heard of for N s: it is down, or cut")
     else:
         assert said[1].startswith("Error: The launcher of machine 0 (m0, 10.78.0.1) has ended: it was killed, or its")
 
 
 def test_a_machine_that_loses_its_power(machines: Machines, tmp_path: Path) -> None:
     launch = Launch(machines, tmp_path, 2).run()
-    since = time.monotonic()
     machines[1].kill(silently=True)
     try:
-        said = launch.end(since, PATIENCE_S + BEYOND_S)
+        said = launch.end()
     finally:
         machines[1].boot()
     assert launch.codes()[0] == 1
-    assert said[0].startswith("Error: Machine 1 (m1, 10.78.0.2) has not been heard of for 4 s: it is down, or cut off")
+    assert_said(said[0], "Error: Machine 1 (m1, 10.78.0.2) has not been heard of for N s: it is down, or cut off")
     assert said[0].endswith(RESUMES)
 
 
@@ -157,19 +159,20 @@ def test_a_machine_that_loses_its_power(machines: Machines, tmp_path: Path) -> N
 def test_a_machine_that_is_cut_off(machines: Machines, tmp_path: Path, cut: int) -> None:
     """The others name it, and it knows of itself."""
     launch = Launch(machines, tmp_path, 3).run()
-    since = time.monotonic()
     machines[cut].cut()
     try:
-        said = launch.end(since, PATIENCE_S + BEYOND_S)
+        said = launch.end()
     finally:
         machines[cut].join()
     assert launch.codes() == [1, 1, 1]
     if cut:
         for other in (0, 2):
-            assert said[other].startswith("Error: Machine 1 (m1, 10.78.0.2) has not been heard of for 4 s: it is down,")
-        assert said[1].startswith("Error: Machine 1 (m1, 10.78.0.2) has not reached machine 0 (m0, 10.78.0.1) for 4 s:")
+            assert_said(said[other], "Error: Machine 1 (m1, 10.78.0.2) has not been heard of for N s: it is down,")
+        assert_said(said[1], "Error: Machine 1 (m1, 10.78.0.2) has not reached machine 0 (m0, 10.78.0.1) for N s:")
     else:
-        assert "have not been heard of for 4 s by machine 0 (m0, 10.78.0.1), which is itself cut off" in said[0]
+        both = "Machine 1 (m1, 10.78.0.2) and machine 2 (m2, 10.78.0.3)"
+        text = f"Error: {both} have not been heard of for N s by machine 0 (m0, 10.78.0.1), which is itself cut off"
+        assert_said(said[0], text)
         for other in (1, 2):
             assert f"Error: Machine {other} (m{other}, 10.78.0.{other + 1}) has not reached machine 0" in said[other]
 
@@ -181,7 +184,7 @@ def test_runs_and_their_doctor(machines: Machines, tmp_path: Path) -> None:
     launch_file.write_text(yaml.safe_dump({"distributed_type": "MULTI_GPU", **place}))
     (tmp_path / "train.jsonl").write_text(lines(64))
     alerts = tmp_path / "alerts"
-    guard = {"alert": f"sh -c 'cat >> {alerts}; echo >> {alerts}'"}
+    guard = {"alert": f"""sh -c 'printf "%s\\n" "$(cat)" >> {alerts}'"""}
     recipe = Place(tmp_path, None).recipe(length={"steps": 1_000_000}, guard=guard)  # type: ignore[arg-type]
     waits = ["--join-timeout", str(START_S), "--heartbeat-timeout", str(PATIENCE_S)]
     words = [*by_finetune(launch_file, str(recipe)), *waits, "--machine_rank"]
@@ -194,18 +197,18 @@ def test_runs_and_their_doctor(machines: Machines, tmp_path: Path) -> None:
     )
     assert steps.exists(), programs[0].output + programs[1].output
     os.kill(programs[1].pid, signal.SIGKILL)
-    machines[1].wait_until_idle(5.0)
+    machines[1].wait_until_idle()
     assert "the launcher is gone. Ended; the last checkpoint stays." in programs[1].output
-    assert programs[0].wait(PATIENCE_S + BEYOND_S) == 1
-    machines[0].wait_until_idle(5.0)
-    assert "Error: Machine 1 (m1, 10.78.0.2) has not been heard of for 4 s" in programs[0].output
+    assert programs[0].wait(HUNG_S) == 1
+    machines[0].wait_until_idle()
+    assert "Error: Machine 1 (m1, 10.78.0.2) has not been heard of for " in programs[0].output
     # Rank 0 may have told of it, before it was ended.
     told = [json.loads(line) for line in alerts.read_text().splitlines()]
     assert {alert["event"] for alert in told} == {"failed"}
     assert any("Another rank is gone" in alert["text"] or "Machine 1 (m1" in alert["text"] for alert in told)
     # A worker that stands still is named on the other machine, and both launches end.
     programs = [
-        machine.start([*words, str(rank), "guard.stall_s=1", "log.every_steps=1"])
+        machine.start([*words, str(rank), "guard.stall_s=8", "log.every_steps=1"])
         for rank, machine in enumerate(machines[:2])
     ]
     until(lambda: re.search(r"^step \d+2/", programs[0].output, re.M) is not None, START_S, lambda: programs[0].output)
@@ -216,7 +219,7 @@ def test_runs_and_their_doctor(machines: Machines, tmp_path: Path) -> None:
     assert "No answer comes from rank 1 on machine 1 (m1)" in programs[0].output, programs[0].output[-2500:]
     assert "The worker of rank 0 on machine 0 (m0, 10.78.0.1) ended with exit code 1" in programs[1].output
     for machine in machines[:2]:
-        machine.wait_until_idle(5.0)
+        machine.wait_until_idle()
     # A launch that says something else is refused by both, with exit code 2.
     programs = [
         machine.start([*words, str(rank), f"optim.lr={rank + 1}e-3"]) for rank, machine in enumerate(machines[:2])

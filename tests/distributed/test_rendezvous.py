@@ -294,6 +294,16 @@ def test_what_a_machine_cannot_read_it_does_not_know() -> None:
     assert "Machine 0 (a) and machine 2 (c) have not been heard of for 11 s by machine 1 (b), which is" in ending.text
 
 
+def test_a_machine_that_stood_still_accuses_nobody() -> None:
+    met: Any = SimpleNamespace(
+        store=None, plan=MachinePlan("a", 1, facts(1), 5.0, 10.0), machines=[facts(rank) for rank in range(3)]
+    )
+    beat, now = Heartbeat(met), time.monotonic()
+    beat._awake = now + 60
+    assert beat._find_silence(now + 69) is None
+    assert beat._find_silence(now + 71) is not None
+
+
 def test_machines_that_fall_silent_together_are_named_together() -> None:
     """Machine 0 is cut off; it last heard of machine 2 two seconds after machine 1."""
     met: Any = SimpleNamespace(

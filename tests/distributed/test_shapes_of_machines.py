@@ -94,7 +94,7 @@ def test_machines_take_the_path_of_one_process(
     caches = [machine.folder / "cache" for machine in used]
     recipe = write_recipe(tmp_path, tmp_path / "run")
     programs = start(used, write_launch_file(tmp_path, name, number, each), recipe)
-    codes = [program.wait(120) for program in programs]
+    codes = [program.wait() for program in programs]
     printed = "\n".join(program.output for program in programs)
     assert codes == [0] * number, printed[-6000:]
     assert_same_path(alone, Result(0, printed, tmp_path / "run"), 2e-6)
@@ -115,7 +115,7 @@ def test_a_run_directory_that_is_not_shared_is_refused_on_each_machine(machines:
     recipe = write_recipe(tmp_path, "unshared")
     programs = start(machines[:2], write_launch_file(tmp_path, "ddp", 2, 1), recipe)
     for program in programs:
-        assert program.wait(120) == 2, program.output
+        assert program.wait() == 2, program.output
         said = PARAGRAPH.findall(program.output)
         assert said == [
             "Error: output.dir: unshared is not the same folder on all machines. Put it on a file system that they "

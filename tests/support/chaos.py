@@ -96,10 +96,16 @@ class Victim:
     def gate(self) -> Path:
         return self.folder / "gate"
 
+    @property
+    def asked(self) -> Path:
+        """Is there once a rank has heard a request to stop."""
+        return self.folder / "asked"
+
     def held(self, at: int) -> dict[str, Any]:
         """Trouble for the next start: rank 0 waits at one of its micro-batches until `let_go`."""
         self.gate.unlink(missing_ok=True)
-        return {"hold": {"rank": 0, "at": at, "file": str(self.gate)}}
+        self.asked.unlink(missing_ok=True)
+        return {"hold": {"rank": 0, "at": at, "file": str(self.gate)}, "asked": str(self.asked)}
 
     def held_after(self, save: int) -> dict[str, Any]:
         """The same a few steps after a save has begun, the how many-th after the start.
@@ -109,7 +115,10 @@ class Victim:
         micro_batches = 2  # of a rank, in a step of two ranks
         return self.held(micro_batches * (EVERY * (save + 1) + 2))
 
-    def let_go(self) -> None:
+    def let_go(self, *, once_asked: bool = False) -> None:
+        """Lets go of rank 0; `once_asked` only when a request to stop has come to a rank."""
+        if once_asked:
+            until(self.asked.exists, LIMIT_S, "no rank was asked to stop")
         self.gate.touch()
 
     def staged(self) -> set[str]:
@@ -314,7 +323,7 @@ def ask(
         for rank, skew in sorted(skews.items(), key=lambda pair: pair[1]):
             until(lambda skew=skew: time.monotonic() - since >= skew, LIMIT_S, "time stands still")
             ranks.signal(number, rank)
-            victim.let_go()
+            victim.let_go(once_asked=moment.save is not None)
         codes = ranks.wait()
         victim.check()
         if codes == [0, 0] and (not struck or newest >= victim.steps - 6):

@@ -61,9 +61,16 @@ class Page:
         return WebDriverWait(self.driver, seconds, 0.1).until(lambda driver: driver.execute_script(code, *arguments))
 
     def click(self, selector: str) -> None:
+        from selenium.common.exceptions import StaleElementReferenceException
         from selenium.webdriver.common.by import By
+        from selenium.webdriver.support.ui import WebDriverWait
 
-        self.driver.find_element(By.CSS_SELECTOR, selector).click()
+        def clicked(driver: Any) -> bool:
+            driver.find_element(By.CSS_SELECTOR, selector).click()
+            return True
+
+        # A page that refreshes may replace what was found.
+        WebDriverWait(self.driver, 60, 0.1, [StaleElementReferenceException]).until(clicked)
 
     def hover(self, chart: str, across: float = 0.5) -> str:
         """What a chart shows where the mouse is."""

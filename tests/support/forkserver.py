@@ -164,6 +164,9 @@ class ForkServer:
             for rank in reversed(range(world)) if in_turn else range(world):
                 own = folder / "elastic" / "attempt_0" / str(rank)
                 own.mkdir(parents=True, exist_ok=True)
+                # Whoever reads what it prints may come before it, and finds nothing of the ranks before.
+                (own / "out").write_bytes(b"")
+                (own / "err").touch()
                 place = {
                     "RANK": str(rank),
                     "LOCAL_RANK": str(rank),

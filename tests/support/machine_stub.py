@@ -1,7 +1,7 @@
 """A launch on several machines that trains nothing: `machine_stub.py FOLDER PLAN` launches itself on one of them.
 
 Its workers sum numbers over all ranks again and again, and do what files in FOLDER say: `stop` ends all of them,
-`fail2` ends rank 2 with the exit code in it, and `hang2` lets it come to no sum any more.
+`fail2` ends rank 2 with the exit code in it, and `hang2` lets it come to no sum any more: then there is `hangs2`.
 """
 
 import json
@@ -68,6 +68,7 @@ def work(folder: Path) -> int:
             if (order := folder / f"fail{rank}").exists():
                 return int(order.read_text())
             if (folder / f"hang{rank}").exists():
+                (folder / f"hangs{rank}").touch()
                 signal.pause()
             time.sleep(0.02)
         distributed.destroy_process_group()

@@ -86,13 +86,13 @@ def test_a_machine_has_things_of_its_own(machines: Machines) -> None:
 
 def test_cables(machines: Machines, echo: Program) -> None:
     first = machines[0]
-    fast = once_reached(machines)
+    until(lambda: (reached(machines) or 1.0) < 0.2, 60.0, "an answer always takes as long as over a slow cable")
     first.cut()
     assert reached(machines) is None
     first.join()
     once_reached(machines)
     first.slow_down(delay_s=0.1)
-    assert once_reached(machines) >= 0.2 > fast
+    assert once_reached(machines) >= 0.2
     first.cut()
     assert reached(machines) is None
     first.join()

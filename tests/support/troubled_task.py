@@ -11,7 +11,8 @@ The others say on which rank, and at which of its micro-batches (counted from 0 
                     Both in the forward pass
   late              {"rank", "s"}: computes that much longer in each forward pass
 Each happens once if it has a "once": a file that is made when it has happened.
-`compared_s` is how often the work of ranks is compared, `answer_s` how long a rank that leads a stall waits for the others,
+`asked` is a file that is made when this process has been asked to stop.
+`compared_s` is how often the work of ranks is compared, `answer_s` how long whoever ends a stalled run waits,
 `lost_s` how long one that has lost another waits for its launcher, `same_s` how long all requests to stop are one.
 `validation` is how many rows there are to evaluate on, `wait_s` makes each micro-batch take that long.
 """
@@ -30,6 +31,7 @@ import own_task
 import torch
 
 from finetune.monitoring import rank_watch
+from finetune.monitoring.shutdown import ShutdownHandler
 from finetune.tasks.task import Task, TaskData
 from finetune.utils import exit_codes, signals
 
@@ -113,6 +115,16 @@ class _SpoilGradient(torch.autograd.Function):
         return gradient * ctx.saved_tensors[0], None
 
 
+def _note_requests(file: str) -> None:
+    request = ShutdownHandler._request
+
+    def noted(self: ShutdownHandler, reason: str, code: int) -> None:
+        request(self, reason, code)
+        Path(file).touch()
+
+    ShutdownHandler._request = noted  # type: ignore[method-assign]
+
+
 class _Slow:
     """What goes wrong in the forward pass of a rank."""
 
@@ -142,6 +154,8 @@ class _Slow:
 
 def mlp(rows: int = 200, validation: int = 33, **options: Any) -> Task:
     whole, slow = own_task.mlp(**options), _Slow()
+    if "asked" in slow.trouble:
+        _note_requests(slow.trouble["asked"])
 
     def loss_sum(network: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         slow.suffer()

@@ -169,9 +169,12 @@ def _bounded(ask: Callable[[], int], settings: Any, cut_off: Callable[[], None])
     until = math.inf
 
     def watch() -> None:
-        while time.monotonic() < until:
+        while True:
+            late = time.monotonic() >= until
             time.sleep(0.5)
-        cut_off()
+            # After a second look: where this process itself stood still, the answer is there.
+            if late and time.monotonic() >= until:
+                return cut_off()
 
     threading.Thread(target=watch, name="store", daemon=True).start()
 

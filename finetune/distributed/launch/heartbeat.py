@@ -24,6 +24,8 @@ from finetune.distributed.launch.rendezvous import Rendezvous
 from finetune.utils.exit_codes import LOST_RANK, REQUEUE, USER_ERROR
 
 _COUNT_S, _WATCH_S = 1.0, 0.25
+# A thread that wakes so late stood still itself, and could hear nobody.
+_STILL_S = 2.0
 # Once workers have lost others, a machine that stands still for so long is the reason.
 _SUSPECT_S = 6.0
 # Workers that fail over one error of the user do so within this time, and each machine says it; others have the time
@@ -57,7 +59,7 @@ class Heartbeat:
         self._counts = {facts.rank: (b"", now) for facts in met.machines if facts.rank != self._own}
         self._left: set[int] = set()
         """Machines that have ended, or were given up."""
-        self._reached = now
+        self._reached = self._awake = now
         self._ending: _Ending | None = None
         self._one_ending = threading.Lock()
         self._told: _Ending | None = None
@@ -204,9 +206,12 @@ class Heartbeat:
 
     def _watch(self) -> None:
         """Ends the workers once there is a reason, and the process if its main thread does not end then."""
-        since = 0.0
+        since, before = 0.0, time.monotonic()
         while not self._over.wait(_WATCH_S):
             now = time.monotonic()
+            if now - before > _STILL_S:
+                self._awake = now
+            before = now
             if self._ending is None and (silence := self._find_silence(now)) is not None:
                 self._tell(silence)
             if self._ending is None or now < self._ending.after or self._word:
@@ -220,14 +225,14 @@ class Heartbeat:
     def _find_silence(self, now: float) -> _Ending | None:
         """Finds out which machines stand still."""
         limit = min(self._timeout_s, _SUSPECT_S) if self._lost_ranks else self._timeout_s
-        here, quiet = self._machines[self._own].place, now - self._reached
+        here, quiet = self._machines[self._own].place, now - max(self._reached, self._awake)
         if self._own and 0 not in self._left and quiet > limit:
             text = (
                 f"{capital(here)} has not reached {self._machines[0].place} for {quiet:.0f} s: the network between "
                 "them is cut, or machine 0 is down."
             )
             return _Ending(f"{text}{_LAST}", 1, lost=(0,))
-        still = {rank: now - at for rank, (_, at) in self._counts.items() if rank not in self._left}
+        still = {rank: now - max(at, self._awake) for rank, (_, at) in self._counts.items() if rank not in self._left}
         silent = {rank: stood for rank, stood in still.items() if stood > limit}
         # A machine does not know what it could not read. Those that fall silent together pass the limit one by one:
         # the first waits until it is plain whether it is the only one.
