@@ -85,7 +85,7 @@ class Launch:
 
 
 def assert_said(said: str, text: str) -> None:
-    """What was said begins with a text, in which `N` is the time until it was seen: 10 s beyond the patience at most."""
+    """What was said begins with a text, in which `N` is the time until it was seen: at most 10 s over the patience."""
     found = re.match(re.escape(text).replace(r"\ N\ ", r"\ (\d+)\ "), said)
     assert found is not None, said
     assert PATIENCE_S <= int(found[1]) <= PATIENCE_S + 10
