@@ -129,7 +129,7 @@ def free_port() -> int:
     time that rank 0 listens on it.
     """
     for number in _CANDIDATES:
-        port = 20_000 + number % 10_000
+        port = 20_000 + number % 9_000  # launch files and tutorials have 29,500 and 29,501
         with socket.socket() as found, suppress(OSError):
             found.bind(("127.0.0.1", port))
             return port
