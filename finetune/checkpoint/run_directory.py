@@ -235,6 +235,9 @@ class RunDirectory:
         before, starts = self.previous or {}, []
         if self._overwrite:
             for name in _LEFT:
+                if name == "run.json":
+                    # What is left if this ends here is a run's by this folder.
+                    (self.path / "checkpoints").mkdir(exist_ok=True)
                 atomic_files.remove_path(self.path / name)
         elif self.previous is not None:
             starts = self._rewind(begin["from_step"])
@@ -325,6 +328,12 @@ class RunDirectory:
 
 def _find_previous(path: Path, mode: str, overwrite: bool) -> dict[str, Any] | None:
     """Returns `run.json` of the run that the directory holds and that may be gone on with."""
+    left = (run_facts.RUN, "ledger.jsonl", "checkpoints")
+    if (path / "recipe.yaml").exists() and not any((path / name).exists() for name in left):
+        raise RecipeError(
+            f"output.dir: {path} has a recipe.yaml, but no run of this toolkit, and a run writes its full recipe to "
+            "that name. Choose another output.dir, such as runs/NAME, so that yours is not replaced."
+        )
     if overwrite:
         if mode not in ("auto", "never"):
             raise RecipeError(

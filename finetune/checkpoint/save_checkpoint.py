@@ -231,7 +231,8 @@ def prune_checkpoints(store: CheckpointStore, *, keep: int, best_by: str | None,
     if best_by is not None:
         key, sign = ranking(best_by)
         scored = [(sign * m[key], name) for name, m in whole if m.get(key) is not None and math.isfinite(m[key])]
-        staying |= {max(scored, key=lambda pair: pair[0])[1]} if scored else set()
+        # Of equals the first one: a later evaluation has to be better to be the best.
+        staying |= {max(reversed(scored), key=lambda pair: pair[0])[1]} if scored else set()
     for name, _ in whole:
         if name not in staying:
             store.delete(name)

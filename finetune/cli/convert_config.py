@@ -17,6 +17,7 @@ from finetune.config.recipe import RECIPE_FIELDS, RecipeLoader, dump_tree, valid
 from finetune.data.sources.conversation_formats import ROLES
 from finetune.tasks.task_lookup import BUILT_IN
 from finetune.utils import json_files
+from finetune.utils.atomic_files import explain_unwritable
 from finetune.utils.errors import RecipeError
 from finetune.utils.file_formats import read_text
 from finetune.utils.yaml_files import YamlProblem, parse
@@ -444,8 +445,10 @@ def convert_config(file: Path, tool: str | None, folder: Path, devices: int | No
         raise RecipeError(f"{target} is there already, and nothing is overwritten. Name another folder with --output.")
     count = "" if launch == "single" else f" --num_processes {devices}"
     command = f"finetune launch --config_file {launch}{count} {shlex.quote(str(target))}"
-    folder.mkdir(parents=True, exist_ok=True)
-    target.write_text(f"# From {file.name}, a config of {tool_name(tool)}.\n# {command}\n{dump_tree(recipe)}", "utf-8")
+    with explain_unwritable(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        head = f"# From {file.name}, a config of {tool_name(tool)}.\n# {command}\n"
+        target.write_text(f"{head}{dump_tree(recipe)}", "utf-8")
     taken = [key for key in defaults if (row := rows[key]) and row.here in conversion.found]
     lines = [f"{file} is a config of {tool_name(tool)}. Written: {target}", "Next:", f"    {command}", batch]
     if taken:

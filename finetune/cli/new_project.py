@@ -34,6 +34,7 @@ from finetune.planning.planner import make_plan
 from finetune.planning.step_time import Machines
 from finetune.tasks import classification
 from finetune.tasks.task_lookup import BUILT_IN
+from finetune.utils.atomic_files import explain_unwritable
 from finetune.utils.errors import RecipeError
 from finetune.utils.shipped_files import LAUNCH_FILES, shipped_path
 from finetune.utils.yaml_files import parse
@@ -110,9 +111,10 @@ def write_project(folder: Path, project: Project) -> list[str]:
         raise RecipeError(
             f"{folder} already holds {', '.join(existing)}, and nothing is overwritten. Name another folder."
         )
-    for name, content in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(content, encoding="utf-8")
+    with explain_unwritable(folder):
+        for name, content in files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(content, encoding="utf-8")
     enter = [] if folder.resolve() == Path.cwd() else [f"    cd {shlex.quote(str(folder))}"]
     return [*draft.lines, *_as_tree(folder, files), f"{chosen}: {reason}.", "Next:", *enter, f"    {command}"]
 

@@ -137,9 +137,10 @@ def sft(parsed: argparse.Namespace) -> None:
         print("\n".join(made.lines))
     _fill_in_launch(parsed, made.recipe)
     with temporary_folder() if parsed.dry_run else nullcontext(made.file.parent) as folder:
-        folder.mkdir(parents=True, exist_ok=True)
         file = folder / made.file.name
-        atomic_files.write_text(file, made.text)
+        with atomic_files.explain_unwritable(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            atomic_files.write_text(file, made.text)
         parsed.recipe = str(file)
         _start(parsed)
 

@@ -3,9 +3,11 @@
 An error about a wrong path says what it is, and what to use instead.
 """
 
+import fnmatch
 import glob
 import os
 import stat
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -186,15 +188,55 @@ def check_paths(recipe: Recipe) -> None:
             problems.append(RecipeError(problem))
         elif (wrong := why_not(folder, wanted)) is not None:
             problems.append(RecipeError(f"{wanted}.name: {wrong}"))
+        if folder.is_dir() and _same(folder, recipe.output.dir):
+            problem = (
+                f"output.dir: {recipe.output.dir} is the folder of {wanted}.name, which would be a run's directory "
+                "from then on. Choose another one, such as runs/NAME."
+            )
+            problems.append(RecipeError(problem))
     for source in (*recipe.data.train, *recipe.data.validation):
         if source.path is not None:
             try:
                 find_files(source.path)
             except DataError as error:
                 problems.append(error)
+            if _reads(source.path, Path(recipe.output.dir) / "ledger.jsonl"):
+                problem = (
+                    f"output.dir: what a run writes to {recipe.output.dir} would be read as data by the path "
+                    f"{source.path}, the next time that it starts. Choose an output.dir elsewhere, or name the files "
+                    "of data more precisely."
+                )
+                problems.append(RecipeError(problem))
     if problems:
         kind = DataError if all(isinstance(problem, DataError) for problem in problems) else RecipeError
         raise kind(" ".join(map(str, problems)))
+
+
+def _same(one: Path, other: str) -> bool:
+    return os.path.realpath(one) == os.path.realpath(other)
+
+
+def _reads(given: str, file: Path) -> bool:
+    """Tells if a source's `path` would name a file, once there is one."""
+    path = Path(os.path.realpath(file.parent)) / file.name
+    if os.path.isdir(given):
+        below = os.path.realpath(given)
+        return path.is_relative_to(below) and not any(part.startswith(".") for part in path.relative_to(below).parts)
+    if os.path.lexists(given):
+        return False
+    pattern = Path(os.path.abspath(given)).parts
+    return any(_matches(pattern, one.parts) for one in (path, Path(os.path.abspath(file))))
+
+
+def _matches(pattern: Sequence[str], parts: Sequence[str]) -> bool:
+    """Tells if a glob matches a path, part by part, as `glob.glob` does."""
+    if not pattern or not parts:
+        return not parts and all(part == "**" for part in pattern)
+    first, *others = pattern
+    hidden = parts[0].startswith(".") and not first.startswith(".")
+    if first == "**":
+        return _matches(others, parts) or (not hidden and _matches(pattern, parts[1:]))
+    return fnmatch.fnmatchcase(parts[0], first) and not hidden and _matches(others, parts[1:])
 
 
 def find_files(given: str) -> list[Path]:

@@ -15,6 +15,7 @@ from typing import Any
 import filelock
 import huggingface_hub
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel
 
@@ -137,10 +138,12 @@ def export_weights(
             sync_to_disk(target.parent)
         except BaseException as error:
             _set_aside(staging, target)
-            if isinstance(error, OSError) and not isinstance(error, CheckpointError):
-                full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            # safetensors says by its own error that a disk is full.
+            if isinstance(error, OSError | SafetensorError) and not isinstance(error, CheckpointError):
+                number = getattr(error, "errno", None)
+                full = number in (errno.ENOSPC, errno.EDQUOT) if number is not None else "os error" in str(error)
                 raise CheckpointError(
-                    f"The export cannot be written to {target}: {error.strerror or error}. "
+                    f"The export cannot be written to {target}: {getattr(error, 'strerror', None) or error}. "
                     f"{'Free space, or choose' if full else 'Choose'} another --to."
                 ) from error
             raise

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoTokenizer
 from finetune.checkpoint.trusted_code import SHIPPED
 from finetune.config import path_kinds
 from finetune.config.recipe_schema import Recipe
+from finetune.data.tokenization.tokenizer import why_empty
 from finetune.export import find_weights, merge
 from finetune.models import lora_adapters, pretrained_files, prompts
 from finetune.models.heads import NEXT_TOKEN, Head
@@ -257,9 +258,12 @@ def _adapter_classes(place: Path) -> list[str]:
 
 def _tokenizer(folder: str, trusted: bool) -> Any:
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trusted)
+        found = AutoTokenizer.from_pretrained(folder, trust_remote_code=trusted)
     except (OSError, ValueError, KeyError, RecursionError) as error:
         raise CheckpointError(f"{folder} has no tokenizer that opens: {' '.join(str(error).split())[:300]}") from error
+    if empty := why_empty(found):
+        raise CheckpointError(f"The tokenizer of {folder} {empty}. Copy them from the model that it was made from.")
+    return found
 
 
 def _ready(opened: LoadedModel) -> LoadedModel:

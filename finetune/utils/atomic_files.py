@@ -9,13 +9,14 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import xxhash
 
 from finetune.utils import json_files
+from finetune.utils.errors import RecipeError
 
 # What `flock` says on a file system without locks: Lustre mounted without `flock`, NFS without a lock daemon.
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
@@ -53,6 +54,18 @@ def write_text(path: Path, text: str) -> None:
             staging.unlink()
         raise
     sync_to_disk(path.parent)
+
+
+@contextlib.contextmanager
+def explain_unwritable(folder: Path) -> Iterator[None]:
+    """Turns an `OSError` of what is written to a folder that a user has named into a `RecipeError`."""
+    try:
+        yield
+    except OSError as error:
+        raise RecipeError(
+            f"Cannot write to {folder}: {error.strerror or error}. Free space and remove what was written there, or "
+            "name another folder."
+        ) from error
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -175,6 +175,15 @@ def test_overwriting_deletes_only_what_a_run_has_left(tmp_path: Path) -> None:
     assert content(directory) == before
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_users_recipe_is_not_replaced(tmp_path: Path, overwrite: bool) -> None:
+    """As that of `finetune init`, where output.dir is the folder that it lies in."""
+    (tmp_path / "recipe.yaml").write_text("# mine")
+    with pytest.raises(RecipeError, match=rf"output\.dir: {tmp_path} has a recipe\.yaml, but no run of this toolkit"):
+        run_here(mlp(tmp_path, output={"overwrite": overwrite}))
+    assert (tmp_path / "recipe.yaml").read_text() == "# mine"
+
+
 def test_overwriting_leaves_nothing_of_the_old_run(stopped: Path, tmp_path: Path) -> None:
     directory = copy(stopped, tmp_path / "run")
     for name in ("exports/merged", "profile", "model"):
@@ -188,15 +197,16 @@ def test_overwriting_leaves_nothing_of_the_old_run(stopped: Path, tmp_path: Path
     assert done.checkpoints == ["step-00000003"]
 
 
+@pytest.mark.parametrize("last", ["metrics.jsonl", "run.json"])
 def test_overwriting_that_was_cut_short_can_be_repeated(
-    stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    last: str, stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = copy(stopped, tmp_path / "run")
     remove = atomic_files.remove_path
 
     def cut(path: Path) -> None:
         remove(path)
-        if path.name == "metrics.jsonl":
+        if path.name == last:
             raise Crash
 
     tree = mlp(directory, output={"overwrite": True}, length={"steps": 3})

@@ -322,6 +322,8 @@ def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatc
     assert Path("new/recipe.yaml").read_text().startswith("# From c.yaml, a config of Axolotl.\n# finetune launch")
     assert main(words) != 0
     assert "is there already, and nothing is overwritten" in capsys.readouterr().err
+    assert main(["convert", "c.yaml", "--output", "c.yaml/new", "--from", "axolotl"]) == 2
+    assert "Cannot write to c.yaml/new: Not a directory." in capsys.readouterr().err
     assert recipe_verbs.CONVERTED_TOOLS == CONVERTED
     assert build_parser().parse_args(words).tool == "axolotl"
 

@@ -116,6 +116,12 @@ def test_the_choice_follows_the_machine(tmp_path: Path, monkeypatch: pytest.Monk
     assert not (tmp_path / "project").exists()
 
 
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RecipeError, match=rf"Cannot write to {tmp_path}/file/project: Not a directory\. Free space"):
+        write_project(tmp_path / "file" / "project", Project())
+
+
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("mine")
     (tmp_path / "recipe.yaml").write_text("mine")

@@ -14,7 +14,7 @@ from finetune.data.tokenization.tokenizer import load_tokenizer
 from finetune.export.find_weights import find_weights
 from finetune.export.load_model import load_model
 from finetune.models.model_config import resolve_model_config
-from finetune.utils.errors import FinetuneError
+from finetune.utils.errors import FinetuneError, RecipeError
 
 
 def write(folder: Path, **files: str) -> Path:
@@ -149,6 +149,48 @@ def test_as_a_run(places: dict[str, Path]) -> None:
     )
     assert "is GGUF, the format of llama.cpp, and no run" in said(lambda: find_weights(places["gguf folder"]))
     assert "holds a tokenizer, and no run" in said(lambda: find_weights(places["tokenizer"]))
+
+
+OUTPUTS = {
+    "base": ({"model": {"name": "base"}, "tokenizer": {}}, "./base", "is the folder of model.name"),
+    "link to the base": ({"model": {"name": "link"}, "tokenizer": {}}, "base", "is the folder of model.name"),
+    "tokenizer": ({"tokenizer": {"name": "words"}}, "words", "is the folder of tokenizer.name"),
+    "folder of data": ({"data": {"train": [{"path": "texts"}]}}, "texts", "read as data by the path texts"),
+    "below it": ({"data": {"train": [{"path": "."}]}}, "runs/one", "read as data by the path ."),
+    "glob": ({"data": {"train": [{"path": "texts/*.jsonl"}]}}, "texts", r"read as data by the path texts/\*.jsonl"),
+    "glob below": ({"data": {"train": [{"path": "**/*.jsonl"}]}}, "runs/a/b", "read as data"),
+    "all below": ({"data": {"train": [{"path": "texts/**"}]}}, "texts/runs/a", "read as data"),
+    "validation": (
+        {"data": {"train": [{"sample": 9}], "validation": [{"path": "texts/*.jsonl"}]}},
+        "texts",
+        "read as data",
+    ),
+    "beside the base": ({"model": {"name": "base"}, "tokenizer": {}}, "runs/base", None),
+    "in the base": ({"model": {"name": "base"}, "tokenizer": {}}, "base/run", None),
+    "beside the data": ({"data": {"train": [{"path": "texts"}]}}, "runs/texts", None),
+    "one file": ({"data": {"train": [{"path": "texts/a.jsonl"}]}}, "texts", None),
+    "other names": ({"data": {"train": [{"path": "texts/a*.jsonl"}]}}, "texts", None),
+    "folder above": ({"data": {"train": [{"path": "texts/*.jsonl"}]}}, "texts/run", None),
+    "hidden": ({"data": {"train": [{"path": "."}]}}, ".runs/one", None),
+    "hidden from a glob": ({"data": {"train": [{"path": "**/*.jsonl"}]}}, ".runs/one", None),
+}
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_a_run_does_not_write_where_it_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """The base would be no model from then on, and the ledger would be a file of documents at the next start."""
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "base", config__json="{}", model__safetensors="x")
+    (tmp_path / "link").symlink_to("base")
+    write(tmp_path / "words", tokenizer__json="{}")
+    write(tmp_path / "texts", a__jsonl="{}")
+    sections, output, says = OUTPUTS[name]
+    recipe = recipe_of(**sections, output={"dir": output})
+    if says is None:
+        path_kinds.check_paths(recipe)
+    else:
+        with pytest.raises(RecipeError, match=rf"output\.dir: .*{says}"):
+            path_kinds.check_paths(recipe)
 
 
 def test_what_is_right_is_not_refused(places: dict[str, Path]) -> None:

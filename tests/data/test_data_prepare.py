@@ -568,6 +568,21 @@ def test_no_tokenizer_named(tmp_path: Path) -> None:
         prepare_data(validate_recipe(tree))
 
 
+@pytest.mark.parametrize("model_type", ["bert", "gpt2", "t5", "roberta", "qwen2", "mbart"])
+def test_a_tokenizer_without_its_files(tmp_path: Path, model_type: str) -> None:
+    """transformers makes an empty one of the model's type, for which all text is one unknown token, or none."""
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base/config.json").write_text(json.dumps({"model_type": model_type}))
+    tree = {
+        "task": {"name": "a:b"},
+        "model": {"name": str(tmp_path / "base")},
+        "data": {"train": [{"sample": 3}], "cache_dir": str(tmp_path)},
+        "length": {"steps": 1},
+    }
+    with pytest.raises(DataError, match=r"The tokenizer '.*base' knows no text, only tokens such as .*: its files"):
+        prepare_data(validate_recipe(tree))
+
+
 def test_rows_too_short_for_special_tokens(tmp_path: Path, word_tokenizer: str) -> None:
     with pytest.raises(DataError, match="the 2 special tokens of this tokenizer fill alone"):
         prepared(

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from exports import Trained, change, exported, logits_of, opened_here, train
 from inside import copy, forge
 from recipes_for_tests import MODEL, base
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
@@ -287,6 +289,18 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Path], None]],
         monkeypatch.setattr(PreTrainedModel, "save_pretrained", save)
 
     return planted
+
+
+@pytest.mark.parametrize("kind", ["adapter", "merged"])
+def test_a_full_disk(runs: dict[str, Trained], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """safetensors has an error of its own for it."""
+
+    def full(*given: Any, **named: Any) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(safetensors.torch, "serialize_file", full)
+    with pytest.raises(CheckpointError, match=r"cannot be written to .*: .*No space left on device.* Free space, or"):
+        exported(runs["lora"].directory, kind, tmp_path)
 
 
 def without(monkeypatch: pytest.MonkeyPatch, check: tuple[Any, str]) -> None:

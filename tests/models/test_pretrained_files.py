@@ -549,6 +549,14 @@ def test_an_adapter_beside_a_whole_model_is_refused(tmp_path: Path) -> None:
         pretrained_files.load_pretrained(Freezing, str(folder), config, **options)
 
 
+def test_a_model_without_the_files_of_its_tokenizer(tmp_path: Path) -> None:
+    folder = made(tmp_path / "model", "gpt2", n_embd=16, n_head=2, n_layer=1)
+    for file in [path for path in folder.iterdir() if "token" in path.name]:
+        file.unlink()
+    with pytest.raises(CheckpointError, match=rf"The tokenizer of {folder} knows no text, .* Copy them from the model"):
+        load_model(str(folder))
+
+
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"])
 def test_json_that_is_nested_too_deeply_is_refused(tmp_path: Path, name: str) -> None:
     folder = tmp_path / "model"

@@ -41,6 +41,9 @@ BATCHES_AHEAD = 8
 
 Mask = npt.NDArray[np.bool_]
 
+# Fewer beside the special ones can write no text.
+_LEAST_TOKENS = 2
+
 
 class Wrapping(NamedTuple):
     """Tokens that a tokenizer puts around a text, or around and between two, for classifiers: [CLS], [SEP]."""
@@ -76,14 +79,7 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     if wrong is not None:
         raise DataError(f"{'tokenizer' if section.name else 'model'}.name: {wrong}")
     try:
-        files = {path.name for path in Path(name).iterdir()} if Path(name).is_dir() else set()
-        # The form that GPT-2 was published in says nowhere which class it belongs to.
-        named = files & {"tokenizer.json", "tokenizer_config.json", "config.json"}
-        if {"vocab.json", "merges.txt"} <= files and not named:
-            return transformers.GPT2TokenizerFast.from_pretrained(name)
-        return transformers.AutoTokenizer.from_pretrained(
-            name, revision=revision, trust_remote_code=model.trust_remote_code
-        )
+        found = _load(name, revision, model.trust_remote_code)
     except Exception as error:  # Each tokenizer class fails in its own way; all mean that there is none to use.
         _check_files(name)
         raise DataError(
@@ -91,6 +87,34 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
             "files (such as tokenizer.json) or a name on the hub; correct tokenizer.name, or set tokenizer.vocab_size "
             "to train one."
         ) from error
+    if empty := why_empty(found):
+        raise DataError(
+            f"The tokenizer '{name}' {empty}. Copy them, correct tokenizer.name, or set tokenizer.vocab_size to train "
+            "one."
+        )
+    return found
+
+
+def why_empty(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Returns what is wrong with a tokenizer that knows no text; None for others.
+
+    Where there are no files of one, transformers makes it by the model's type: all text would be one unknown token.
+    """
+    # Beside special tokens some have a blank.
+    if len(tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens)) >= _LEAST_TOKENS:
+        return None
+    special = ", ".join(tokenizer.all_special_tokens[:3])
+    return f"knows no text, only tokens such as {special}: its files (tokenizer.json, vocab.txt or others) are absent"
+
+
+def _load(name: str, revision: str | None, trusted: bool) -> PreTrainedTokenizerBase:
+    if Path(name).is_dir():
+        files = {path.name for path in Path(name).iterdir()}
+        # The form that GPT-2 was published in says nowhere which class it belongs to.
+        named = files & {"tokenizer.json", "tokenizer_config.json", "config.json"}
+        if {"vocab.json", "merges.txt"} <= files and not named:
+            return transformers.GPT2TokenizerFast.from_pretrained(name)
+    return transformers.AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trusted)
 
 
 def _check_files(name: str) -> None:
