@@ -13,6 +13,8 @@ from finetune.utils.exact import exact_product
 _FIELDS = 20
 # What is left out without a warning of its own.
 _MOST_LEFT_OUT = 0.03
+# So many classes with one document each are rather numbers of documents.
+_MANY_CLASSES = 20
 NO_END = "no_end"
 WORDS = {
     NO_END: "documents have no end that is learned, because the tokenizer has no end-of-text token",
@@ -209,6 +211,14 @@ class DataReport:
             if absent := [label for label, count in split.classes.items() if not count]:
                 kind = "training" if name == "train" else name
                 notes.append(f"no {kind} document has the class {some(absent)}")
+        classes = self.train.classes if self.train is not None else {}
+        if len(classes) >= _MANY_CLASSES and max(classes.values()) == 1:
+            notes.append(
+                f"each of the {len(classes):,} classes has one document: `label_field` may name another column"
+            )
+        folded = Counter(name.casefold() for name in classes)
+        if alike := [name for name in classes if folded[name.casefold()] > 1]:
+            notes.append(f"the classes {some(alike)} differ in upper and lower case alone")
         return notes
 
 

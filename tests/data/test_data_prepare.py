@@ -413,6 +413,31 @@ def test_classification(tmp_path: Path, word_tokenizer: str) -> None:
     assert data.report.train.truncated == 1
 
 
+@pytest.mark.parametrize(
+    ("labels", "says"),
+    [
+        ([f"t{n}" for n in range(20)], "each of the 20 classes has one document: `label_field` may name another"),
+        ([f"t{n}" for n in range(19)], None),
+        ([*(f"t{n}" for n in range(20)), "t0"], None),
+        (["Billing", "billing", "other"], "the classes Billing, billing differ in upper and lower case alone"),
+    ],
+)
+def test_classes_that_look_wrong_are_said(
+    tmp_path: Path, word_tokenizer: str, labels: list[str], says: str | None
+) -> None:
+    data = prepared(
+        tmp_path / "c",
+        "sequence_classification",
+        tokenizer=word_tokenizer,
+        train=[jsonl(tmp_path / "a.jsonl", [{"text": "one two", "label": label} for label in labels])],
+        packing="padded",
+        sequence_length=7,
+    )
+    for lines in (data.report.lines(), data.report.start_lines()):
+        found = [line.strip() for line in lines if "one document" in line or "alone" in line]
+        assert [says in line for line in found] == [True] if says is not None else found == []
+
+
 def test_the_sample_has_labels(tmp_path: Path) -> None:
     data = prepared(
         tmp_path,
