@@ -57,7 +57,8 @@ def run_guarded(verb: Callable[[], int | None]) -> int:
                 print_error(error)
                 return USER_ERROR
             except KeyboardInterrupt as error:
-                return signals.say_interrupted(error)
+                # A launcher ends the other ranks of one that has failed, which has said why.
+                return signals.say_interrupted(error, quiet=_failure_is_said())
             except BrokenPipeError:
                 # Whoever read the output (`| head`) has seen enough. Nothing is left to flush at exit either.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -100,6 +101,12 @@ def _first_to_say(text: str) -> bool:
         return True
     # Started otherwise. Ranks fail alike until the process group exists.
     return _group_exists() or next((os.environ[name] for name in _LOCAL_RANKS if name in os.environ), "0") == "0"
+
+
+def _failure_is_said() -> bool:
+    """Tells if a rank on this machine has printed an error."""
+    given = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    return given is not None and any(Path(given).parent.parent.glob("said-*"))
 
 
 def exit_with(code: int) -> None:

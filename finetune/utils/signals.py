@@ -130,8 +130,11 @@ def ended_within(patience_s: float) -> Iterator[None]:
             over.set()
 
 
-def say_interrupted(error: KeyboardInterrupt) -> int:
+def say_interrupted(error: KeyboardInterrupt, *, quiet: bool = False) -> int:
     """Prints in one line which signal has ended this process, and the notes of the error; once for each launch.
+
+    Args:
+        quiet: Prints nothing.
 
     Returns:
         The exit code that a shell has for a process that such a signal has ended.
@@ -140,7 +143,7 @@ def say_interrupted(error: KeyboardInterrupt) -> int:
     name = "Ctrl-C" if number == signal.SIGINT else str(error)
     # Whoever closed the terminal does not read it, and who asks twice does not want to.
     with suppress(OSError, KeyboardInterrupt):
-        if os.environ.get("LOCAL_RANK", "0") == "0":
+        if os.environ.get("LOCAL_RANK", "0") == "0" and not quiet:
             said = " ".join([f"Stopped by {name}.", *getattr(error, "__notes__", [])])
             print(f"\n{said}", file=sys.stderr, flush=True)
     return 128 + number

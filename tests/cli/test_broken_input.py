@@ -3,6 +3,7 @@
 import os
 import pty
 import shutil
+import signal
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -293,6 +294,23 @@ def test_different_errors_are_all_said(
         monkeypatch.setenv("LOCAL_RANK", str(rank))
         exit_codes.print_error(DataError(text))
     assert capsys.readouterr().err == "\nError: one thing\n\nError: another\n"
+
+
+def test_a_rank_that_is_ended_for_another_ones_error_says_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its request to stop comes from the launcher, which has seen the other one end."""
+    said = []
+    for rank in (0, 1, 0):
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / str(rank) / "error.json"))
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        (tmp_path / str(rank)).mkdir(exist_ok=True)
+        if rank == 0:
+            assert exit_codes.run_guarded(lambda: os.kill(os.getpid(), signal.SIGTERM)) == 128 + signal.SIGTERM
+        else:
+            exit_codes.print_error(DataError("one thing"))
+        said.append(capsys.readouterr().err)
+    assert said == ["\nStopped by SIGTERM.\n", "\nError: one thing\n", ""]
 
 
 def test_without_a_launcher_local_rank_0_speaks(
