@@ -26,6 +26,15 @@ _LONGEST = 1024
 
 # How problems with data name what to change in a recipe, and what that is on the command line.
 _FLAGS = {
+    # Proposed values, quoted where a shell needs it.
+    r"('?)(?:data\.(?:train|validation)\.\d+\.)?(text|pair|label)_field=": r"--\2-field \1",
+    r"give the recipe a `chat` section if these are conversations: 'chat=\{\}'(?=\.)": (
+        "add --chat if these are conversations"
+    ),
+    r"give the recipe a `chat` section if these are conversations: 'chat=\{\}' .*?(?=\.( |$))": (
+        "write these as a list `messages` and add --chat if they are conversations"
+    ),
+    r"Name the fields in the source's `fields`, .*": "Give them the names of one of these formats.",
     r"data\.(train|validation)(\.\d+\.path)?( (or|and) data\.(train|validation))?": "--data",
     r"(the source's )?`text_field`": "--text-field",
     r"(the source's )?`pair_field`": "--pair-field",

@@ -245,11 +245,20 @@ def test_the_report_shows_the_classes(full: Job) -> None:
         (["predict", "RUN", "FILE", "--output", "FILE"], "is the file that is read"),
         (["predict", "RUN", "FILE", "--batch-size", "0"], "--batch-size is 0; give 1 or more"),
         (["predict", "RUN", "FILE", "--text-field", "body"], "there is no field 'body'.*--text-field"),
+        (["predict", "RUN", "BODY"], "as --text-field, such as --text-field body\\.$"),
+        (["eval", "RUN", "--data", "BODY"], "as --text-field, such as --text-field body\\.$"),
+        (
+            ["predict", "RUN", "CHATS"],
+            "as --text-field; if these are conversations, write each as one text, .* others.$",
+        ),
         (["eval", "RUN", "--data", "FILE", "--label-field", "story"], "labels of the documents are .* has the classes"),
     ],
 )
 def test_refusals(full: Job, words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     places = {"RUN": str(full.run), "FILE": str(full.file)}
+    for name, record in (("BODY", {"body": "a"}), ("CHATS", {"messages": [{"role": "user", "content": "a"}]})):
+        places[name] = str(full.file.with_name(f"{name}.jsonl"))
+        Path(places[name]).write_text(json.dumps(record))
     assert main.main([places.get(word, word) for word in words]) == 2
     error = " ".join(capsys.readouterr().err.split())
     assert "Traceback" not in error

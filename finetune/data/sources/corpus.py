@@ -94,6 +94,7 @@ def open_source(
     numbers: bool = False,
     target: bool = False,
     tagged: bool = False,
+    no_chat: bool = False,
 ) -> Corpus:
     """Finds what a source names and fingerprints it; reads no documents yet.
 
@@ -102,6 +103,7 @@ def open_source(
         numbers: True if they have numbers.
         target: True if the second of two texts is a target.
         tagged: True if documents are lists of words, which have tags.
+        no_chat: True if the task reads no conversations; known where documents have labels or a second text.
         form: The way that records become conversations; None where they are documents.
         key: The source's key in the recipe, for error messages.
 
@@ -111,7 +113,15 @@ def open_source(
     label = source.label_field if labelled else None
     pair = source.pair_field if form is None else None
     fields = Fields(
-        source.text_field, label, form, pair=pair, numbers=numbers, tagged=tagged, target=target, source=key
+        source.text_field,
+        label,
+        form,
+        pair=pair,
+        numbers=numbers,
+        tagged=tagged,
+        target=target,
+        source=key,
+        no_chat=no_chat,
     )
     if source.sample is not None:
         return _open_sample(source, source.sample, fields)

@@ -69,6 +69,13 @@ class Fields(NamedTuple):
     """True if `text` holds the words of a document, and `label` the tag of each."""
     source: str = ""
     """Key of the recipe's source, such as `data.train.0`, for error messages; empty where it is not known."""
+    no_chat: bool = False
+    """True if no conversations can be read, though neither `label` nor `pair` says so: a class is asked for."""
+
+    @property
+    def takes_chat(self) -> bool:
+        """True if a `chat` section could make conversations of the records: labelled and paired texts are none."""
+        return not self.no_chat and not self.tagged and self.label is self.pair is None
 
     @property
     def columns(self) -> list[str] | None:
@@ -287,6 +294,8 @@ def require_fields(present: Iterable[str], fields: Fields, where: str) -> None:
     if chat or {"instruction", "completion"} & {*names}:
         mapping = as_overrides(fields.source, {f"fields.{key}": name for key, name in chat.items() if name != key})
         or_chat = f", or give the recipe a `chat` section if these are conversations: 'chat={{}}' {mapping}".rstrip()
+        if not fields.takes_chat:
+            or_chat = "; if these are conversations, write each as one text, since this task reads no others"
     guesses = {"text_field": guess_text_field(names), "label_field": guess_label_field(names)}
     guesses = guess_word_fields(names) if fields.tagged else guesses
     for key, field in (("text_field", fields.text), ("pair_field", fields.pair), ("label_field", fields.label)):
