@@ -351,6 +351,15 @@ def choose_texts(corpus: Corpus, rules: Rules, held_digests: npt.NDArray[np.uint
             yield Chosen(data, digest, held_out, copies, document.label, *about)
 
 
+def label_places(corpora: Sequence[Corpus]) -> Iterator[tuple[int | str, str]]:
+    """Yields the label of each document, or those of its words, with its file and line, reading them again."""
+    for corpus in corpora:
+        for document in corpus.documents():
+            for label in document.tags or (document.label,):
+                if isinstance(label, int | str):
+                    yield label, document.where
+
+
 def _normalised(text: str, rules: Rules) -> str:
     text = text.strip() if rules.strip else text
     return text.lower() if rules.lowercase else text
