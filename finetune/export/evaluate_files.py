@@ -121,8 +121,9 @@ def evaluate_files(
         known = KnownClasses(opened.class_names, f"the classifier {opened.home or opened.tokenizer_folder}")
     numbers = task.loss_and_numbers is not None
     kinds = {"labelled": task.labelled, "numbers": numbers, "tagged": task.tagged, "targets": task.paired}
-    rows = prepare.prepare_data(recipe, known=known, **kinds).validation
-    if rows is None:
+    prepared = prepare.prepare_data(recipe, known=known, **kinds)
+    rows, report = prepared.validation, prepared.report.validation
+    if rows is None or report is None:
         raise DataError("The files of --data hold no text to evaluate. Name others.")
     loss, hits, targets = 0.0, 0.0, rows.num_targets(np.arange(len(rows)))
     classes = torch.zeros(2, len(rows), dtype=torch.float64 if numbers else torch.int64)
@@ -131,6 +132,9 @@ def evaluate_files(
     if task.labelled and function is None:
         raise RecipeError("--data: the run's task gives no class of each row (`loss_and_correct`), and no number.")
     say(f"Evaluating {len(rows):,} rows of {recipe.data.sequence_length} tokens, {targets:,} targets.")
+    if left_out := report.left_out():
+        said = ", ".join(f"{what} {count:,}" for what, count in left_out.items())
+        say(f"Not evaluated: {said}.")
     with torch.no_grad(), rows_bar("evaluating", len(rows)) as advance:
         for share, batch in evaluation_batches(rows, micro_size):
             sent = batch_to_device(batch, opened.device)
