@@ -232,7 +232,7 @@ def _draft_recipe(project: Project, columns: Mapping[str, Any] | None = None) ->
         if survey.labels:
             known = head_classes(least, classification.HEAD) if least is not None else None
             named = [classes for classes in (known, survey.classes) if classes is not None]
-            values["num_labels"] = ClassList.of([*survey.labels], None, named).count
+            values["num_labels"] = ClassList.of([*survey.labels], None, named, survey.places).count
         sizes = _size_to(survey, least, positions, machines.ranks)
     elif least is not None:
         sizes = default_sizes(min(1024, positions), machines.ranks)

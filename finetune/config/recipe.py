@@ -111,18 +111,22 @@ for _kind_of_yaml in (RecipeLoader, _Dumper):
 
 
 def load_recipe(
-    path: str | Path, overrides: Sequence[str] = (), tasks: Mapping[str, TaskTraits] | None = None
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    tasks: Mapping[str, TaskTraits] | None = None,
+    ranks: int | None = None,
 ) -> Recipe:
     """Reads a recipe file, applies `a.b=c` overrides, and validates the result.
 
     Args:
         tasks: The built-in tasks by name; None skips the checks that depend on the task.
+        ranks: Processes, or groups of them, that share a batch; None where no launch is known.
 
     Raises:
         RecipeError: With every problem that was found, each with its key.
     """
     trees = recipe_layers(path, overrides)
-    return validate_recipe(trees[-1], Origin(path, trees[0], overrides), tasks)
+    return validate_recipe(trees[-1], Origin(path, trees[0], overrides), tasks, ranks)
 
 
 def recipe_layers(path: str | Path, overrides: Sequence[str]) -> list[dict[str, Any]]:
@@ -176,24 +180,28 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
 
 
 def validate_recipe(
-    tree: Mapping[str, Any], origin: Origin | str | None = None, tasks: Mapping[str, TaskTraits] | None = None
+    tree: Mapping[str, Any],
+    origin: Origin | str | None = None,
+    tasks: Mapping[str, TaskTraits] | None = None,
+    ranks: int | None = None,
 ) -> Recipe:
     """Turns plain keys and values into a recipe.
 
     Args:
         origin: Place that they come from, or its name.
         tasks: The built-in tasks by name; None skips the checks that depend on the task.
+        ranks: See `load_recipe`.
 
     Raises:
         RecipeError: With every problem that was found, each with its key and its place.
     """
-    recipe, problems = _checked(tree, tasks)
+    recipe, problems = _checked(tree, tasks, ranks)
     if recipe is not None and not problems:
         return recipe
     if not isinstance(origin, Origin):
         said = [f"{origin}: {problem}" if origin else problem for _, problem in problems]
         raise RecipeError.of(origin or "The recipe", said)
-    in_file = [problem for _, problem in _checked(origin.tree, tasks)[1]] if origin.overrides else []
+    in_file = [problem for _, problem in _checked(origin.tree, tasks, ranks)[1]] if origin.overrides else []
     said = [
         _exclusion(tree, origin, key, problem) or f"{origin.of(key, problem, in_file)}: {problem}"
         for key, problem in problems
@@ -234,7 +242,7 @@ def _is_given(tree: Any, key: str) -> bool:
 
 
 def _checked(
-    tree: Mapping[str, Any], tasks: Mapping[str, TaskTraits] | None
+    tree: Mapping[str, Any], tasks: Mapping[str, TaskTraits] | None, ranks: int | None
 ) -> tuple[Recipe | None, list[tuple[str, str]]]:
     """Returns the recipe, None if it is not valid, and its problems, each with its key."""
     try:
@@ -242,10 +250,11 @@ def _checked(
         recipe = Recipe.model_validate_json(json.dumps(write_out(tree), default=str), strict=True)
     except ValidationError as error:
         found = error.errors(include_url=False)
-        problems = [(".".join(map(str, item["loc"])), _problem(item)) for item in found]
+        # A key that takes values of several kinds has an error for each of them: one says what it takes.
+        problems = list(dict.fromkeys(filter(None, map(_keyed_problem, found))))
         # A problem of the whole recipe names its key itself.
         return None, [(key or problem.partition(":")[0], problem) for key, problem in problems]
-    return recipe, [(problem.partition(":")[0], problem) for problem in _conflicts(recipe, tasks)]
+    return recipe, [(problem.partition(":")[0], problem) for problem in _conflicts(recipe, tasks, ranks)]
 
 
 def write_out(tree: Mapping[str, Any], section: type[Section] = Recipe) -> dict[str, Any]:
@@ -311,7 +320,7 @@ def json_schema() -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
-def _conflicts(recipe: Recipe, tasks: Mapping[str, TaskTraits] | None) -> Iterable[str]:
+def _conflicts(recipe: Recipe, tasks: Mapping[str, TaskTraits] | None, ranks: int | None) -> Iterable[str]:
     """Yields problems between sections, which no single section can see."""
     own_task = ":" in recipe.task.name
     if tasks is not None and recipe.task.name not in tasks and not own_task:
@@ -328,20 +337,35 @@ def _conflicts(recipe: Recipe, tasks: Mapping[str, TaskTraits] | None) -> Iterab
     if recipe.batch.micro_size == "auto" and recipe.length.steps == 0:
         yield "batch.micro_size: `auto` tries training steps, and length.steps is 0; give a number"
     if recipe.batch.global_size % recipe.batch.rows:
-        allowed = ", ".join(map(str, divisors(recipe.batch.global_size)))
-        yield (
-            f"batch.micro_size: {recipe.batch.micro_size} does not divide batch.global_size "
-            f"{recipe.batch.global_size}; sizes that do: {allowed}"
-        )
-    yield from task_conflicts(recipe, (tasks or {}).get(recipe.task.name, TaskTraits()))
+        yield _uneven_batch(recipe.batch.global_size, recipe.batch.rows, ranks)
+    task = (tasks or {}).get(recipe.task.name, TaskTraits())
+    yield from task_conflicts(recipe, task)
     for side in ("train", "validation") if recipe.chat is None else ():
         for number, source in enumerate(getattr(recipe.data, side)):
             if source.format != "auto" or source.fields:
-                yield f"data.{side}.{number}: `format` and `fields` need a `chat` section; add `chat: {{}}`"
+                # What is advised must not be refused next.
+                chatless = task.labelled or task.paired
+                done = f"{recipe.task.name} reads no conversations; remove them" if chatless else "add `chat: {}`"
+                yield f"data.{side}.{number}: `format` and `fields` need a `chat` section; {done}"
     if recipe.chat is not None and recipe.data.packing == "wrapped":
         yield "data.packing: `wrapped` cuts through conversations; set `documents` or `padded`"
     if recipe.chat is not None and recipe.data.lowercase:
         yield "data.lowercase: conversations are read as they are written; remove it"
+
+
+def _uneven_batch(size: int, micro_size: int, ranks: int | None) -> str:
+    """Returns the problem of a micro-batch that does not divide the global batch, with what does on so many ranks."""
+    share, rest = divmod(size, ranks or 1)
+    if rest:
+        return (
+            f"batch.global_size: {size} rows cannot be shared evenly by {ranks} processes (or groups of them), "
+            f"whatever batch.micro_size is; give a multiple of {ranks}, with batch.micro_size {micro_size} one of "
+            f"{(ranks or 1) * micro_size}"
+        )
+    over = "on one process" if ranks is None else "" if ranks == 1 else f"on {ranks} processes (or groups of them)"
+    allowed = ", ".join(map(str, divisors(share)))
+    said = f"batch.micro_size: {micro_size} does not divide batch.global_size {size}; sizes that do"
+    return f"{said} {over}: {allowed}" if over else f"{said}: {allowed}"
 
 
 def source_conflicts(recipe: Recipe) -> Iterable[str]:
@@ -476,6 +500,31 @@ _EXAMPLES = {
     "tuple_type": "a list, such as [first, second]",
 }
 
+# By key, what it takes, where values of several kinds are allowed.
+_MODULES = "a list of names of modules, or one text, a regular expression that matches full names"
+_OF_SEVERAL_KINDS = {
+    "task.class_weights": (
+        "'balanced', or a list with one number above 0 for each class, in the order of the classes, such as [1.0, 5.0]"
+    ),
+    "model.freeze": _MODULES,
+    "model.gradient_checkpointing": "true, false or 'selective'",
+    "model.fp8": "true, false or 'emulated'",
+    "lora.targets": f"'all-linear', {_MODULES}",
+}
+
+
+def _keyed_problem(item: Any) -> tuple[str, str] | None:
+    """Returns the key of a pydantic error, and `key: what is wrong`; None if another error of the key says it.
+
+    Where values of several kinds are allowed, the kind that was tried is behind the key, and then items of a list.
+    """
+    key, tried = ".".join(map(str, item["loc"][:2])), len(item["loc"]) - 2
+    if key not in _OF_SEVERAL_KINDS or tried < 1:
+        return ".".join(map(str, item["loc"])), _problem(item)
+    if tried > 1:
+        return None
+    return key, f"{key}: got {_shown(item['input'])}; allowed are {_OF_SEVERAL_KINDS[key]}"
+
 
 def _problem(item: Any) -> str:
     """Returns a pydantic error as `key: what is wrong`."""
@@ -494,13 +543,17 @@ def _problem(item: Any) -> str:
     if kind == "value_error":
         said = message.removeprefix("Value error, ")
         return f"{key}: {said}" if location else said  # of the whole recipe, it says its key itself
-    got = json.dumps(item["input"], default=str)
-    got = got if len(got) <= 80 else got[:80] + " …"
+    got = _shown(item["input"])
     if kind in _EXAMPLES:
         known = _known_keys(item["loc"])
         form = f"a section: write its keys below it ({', '.join(known)})" if known else _EXAMPLES[kind]
         return f"{key}: this is {form}, got {got}"
     return f"{key}: {message[0].lower()}{message[1:]}, got {got}"
+
+
+def _shown(value: Any) -> str:
+    got = json.dumps(value, default=str)
+    return got if len(got) <= 80 else got[:80] + " …"
 
 
 def _known_keys(location: Sequence[str | int]) -> list[str]:

@@ -290,8 +290,9 @@ class DataSection(Section):
     every `sequence_length` tokens (pre-training); `padded`: one document in each row."""
     long_documents: Literal["split", "truncate", "drop"] = "split"
     """Documents longer than a row (with `documents` and `padded`): `split` continues them in another row, `truncate`
-    cuts off their end, `drop` leaves them out. The data report counts them. A source or target of `seq2seq_lm` loses
-    its end, unless `drop` leaves out its pair."""
+    cuts off their end, `drop` leaves them out. The data report counts them. Documents of a classifier, of regression or
+    of tagged words lose their end, whatever it says; a source or target of `seq2seq_lm` does, unless `drop` leaves out
+    its pair."""
     remainder: Literal["keep", "drop"] = "keep"
     """The last, incomplete row of a `wrapped` stream: padded, or left out."""
     last_batch: Literal["carry", "drop"] = "carry"

@@ -1,7 +1,7 @@
 """Label names to class numbers."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,7 +50,12 @@ class ClassList:
     """Notes on known classes that the labels were not among."""
 
     @staticmethod
-    def of(labels: Sequence[int | str], num_labels: int | None, known: Sequence[KnownClasses] = ()) -> "ClassList":
+    def of(
+        labels: Sequence[int | str],
+        num_labels: int | None,
+        known: Sequence[KnownClasses] = (),
+        places: Iterable[tuple[int | str, str]] = (),
+    ) -> "ClassList":
         """Numbers the labels of the training documents.
 
         Where classes are known, labels are their names or their numbers. Else texts are numbered in sorted order, and
@@ -60,6 +65,7 @@ class ClassList:
             labels: The distinct labels.
             num_labels: Classes that the recipe asks for; None to count them.
             known: Names that labels may be meant by; the first that fit are taken.
+            places: Labels as they were read, each with its file and line; read for error messages only.
 
         Raises:
             DataError: If the labels do not fit names that are binding, texts and integers are mixed, there are more
@@ -73,9 +79,15 @@ class ClassList:
         texts = sorted(label for label in labels if isinstance(label, str))
         numbers = sorted(label for label in labels if isinstance(label, int))
         if texts and numbers:
+            first: dict[bool, str] = {}
+            for label, where in places:
+                first.setdefault(isinstance(label, str), f"{label!r} ({where})")
+                if len(first) == 2:
+                    break
+            where = f" The first number is {first[False]}, and the first text {first[True]}." if len(first) == 2 else ""
             raise DataError(
-                f"Some labels are numbers ({some(numbers)}) and some are texts ({some(texts)}). Write them all as "
-                "one or the other."
+                f"Some labels are numbers ({some(numbers)}) and some are texts ({some([*map(repr, texts)])}).{where} "
+                "Write them all as one or the other."
             )
         if texts:
             bare = Counter(text.strip() for text in texts)

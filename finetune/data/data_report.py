@@ -140,6 +140,16 @@ class SplitReport:
     numbers: TargetReport | None = None
     """None for other tasks than regression."""
 
+    def left_out(self) -> dict[str, int]:
+        """Counts of documents that have no row, by words for them."""
+        counts = {
+            "documents without text": self.empty,
+            "documents that are too long": self.dropped + (self.chat.too_long if self.chat is not None else 0),
+            "conversations without anything to learn": self.chat.unsupervised if self.chat is not None else 0,
+            "broken conversations": sum(self.broken.values()),
+        }
+        return {what: count for what, count in counts.items() if count}
+
 
 @dataclass(frozen=True)
 class DataReport:

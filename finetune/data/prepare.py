@@ -29,7 +29,7 @@ from finetune.data.progress_bar import documents_bar
 from finetune.data.rows import packed_rows
 from finetune.data.rows.packed_rows import TokenRows
 from finetune.data.sources.conversation_formats import RecordForm, Tolerance
-from finetune.data.sources.corpus import Corpus, Rules, held_out_digests, open_source
+from finetune.data.sources.corpus import Corpus, Rules, held_out_digests, label_places, open_source
 from finetune.data.text_issues import Finding, findings
 from finetune.data.tokenization import token_files, tokenizer
 from finetune.data.tokenization.memmap import Int64s, map_array
@@ -164,8 +164,9 @@ class _Preparation:
             tokens = self._tokenise(train_corpora, train_rules)
             if tokens.facts[token_files.TRAIN] is None:
                 raise DataError(
-                    f"All documents of data.train are held out for validation ({data.validation_fraction:g} of them "
-                    "by hash), and none is left to learn from. Lower data.validation_fraction, or add documents."
+                    "All documents of data.train are held out for validation (data.validation_fraction is "
+                    f"{data.validation_fraction:g}, the share of them that is), and none is left to learn from. Lower "
+                    "data.validation_fraction, or add documents."
                 )
             sides["train"] = self._pack(tokens, token_files.TRAIN)
             if tokens.facts[token_files.HELD_OUT] is not None:
@@ -180,16 +181,13 @@ class _Preparation:
             known = [self._known] if self._known is not None else []
             named = [corpus for corpus in (*train_corpora, *validation_corpora) if corpus.fields.classes]
             known += [KnownClasses(corpus.fields.classes, corpus.name) for corpus in named[:1]]
-            classes = ClassList.of(first.tokens.facts["labels"], self._recipe.task.num_labels, known)
+            places = label_places(first.tokens.corpora)
+            classes = ClassList.of(first.tokens.facts["labels"], self._recipe.task.num_labels, known, places)
         rows = {name: self._rows(side, classes) for name, side in sides.items()}
         for name in rows:
             # What is held out may be too little.
             if len(rows[name]) == 0 and (name == "train" or data.validation):
-                raise DataError(
-                    f"data.{name}: its documents fill no row of {data.sequence_length} tokens (packing {data.packing}, "
-                    f"long_documents {data.long_documents}, remainder {data.remainder}). Add documents, or lower "
-                    "data.sequence_length."
-                )
+                raise DataError(f"data.{name}: its documents fill no row of {self._no_row()}")
         reports = {name: self._report(side, rows[name], classes, sides.get("train")) for name, side in sides.items()}
         report = DataReport(
             sequence_length=data.sequence_length,
@@ -211,6 +209,17 @@ class _Preparation:
             report=report,
             digest=_digest(first, classes),
         )
+
+    def _no_row(self) -> str:
+        """The end of a sentence on documents that make no row: what decides it, and what to change."""
+        data, why, advice = self._data, f"packing {self._data.packing}", "Add documents"
+        if data.packing == "wrapped":
+            why, advice = f"{why}, remainder {data.remainder}", f"{advice}, or lower data.sequence_length"
+        elif not self._labelled:
+            why = f"{why}, long_documents {data.long_documents}"
+            if data.long_documents == "drop":
+                advice = "Add shorter documents, or raise data.sequence_length"
+        return f"{data.sequence_length} tokens ({why}). {advice}."
 
     def _open(self, side: str) -> list[Corpus]:
         corpora = []

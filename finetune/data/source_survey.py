@@ -11,7 +11,7 @@ from finetune.config.recipe_schema import Recipe, Source
 from finetune.data.chat.chat_encoder import ChatEncoder
 from finetune.data.chat.chat_templates import find_template
 from finetune.data.class_labels import KnownClasses
-from finetune.data.sources.column_names import guess_chat_fields, guess_label_field, guess_text_field
+from finetune.data.sources.column_names import as_overrides, guess_chat_fields, guess_label_field, guess_text_field
 from finetune.data.sources.conversation_formats import AS_IT_IS, RecordForm, Tolerance, find_format
 from finetune.data.sources.corpus import open_source
 from finetune.data.tokenization.tokenizer import Encoder, load_tokenizer
@@ -23,6 +23,7 @@ _MOST_READ = 20_000
 _MOST_TOKENISED = 1_000
 # Of columns with a known name: more values than this, and than a tenth of the documents, are no classes.
 _MOST_CLASSES = 50
+_SOURCE = "data.train.0"
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class SourceSurvey:
     form: str = ""
     """Format of conversations."""
     labels: dict[int | str, int] = field(default_factory=dict)
+    places: tuple[tuple[int | str, str], ...] = ()
+    """The first label that is a number, and the first that is a text, each with its file and line."""
     """Documents of each class."""
     classes: KnownClasses | None = None
     """Names that the data itself gives to the classes."""
@@ -76,10 +79,11 @@ def survey_source(path: str, kind: Kind | None = None, given: Mapping[str, Any] 
     form = None
     if found == "conversations":
         form = RecordForm("auto", keys.get("fields", {}), {}, "text", strip=True, tolerance=tolerance)
-    corpus = open_source(Source(path=path, **keys), labelled=found == "labelled", form=form, key="data.train.0")
+    corpus = open_source(Source(path=path, **keys), labelled=found == "labelled", form=form, key=_SOURCE)
     documents = corpus.documents()
     texts: list[str] = []
     labels: Counter[int | str] = Counter()
+    places: dict[type, tuple[int | str, str]] = {}
     count = 0
     # Classes are counted, so all labels are read.
     for document in documents if found == "labelled" else itertools.islice(documents, _MOST_READ):
@@ -88,6 +92,7 @@ def survey_source(path: str, kind: Kind | None = None, given: Mapping[str, Any] 
             texts.append(document.text)
         if isinstance(document.label, int | str):
             labels[document.label] += 1
+            places.setdefault(type(document.label), (document.label, document.where))
     if kind is None and "label_field" not in (given or {}) and len(labels) > max(_MOST_CLASSES, count // 10):
         return survey_source(path, "text", given)
     whole = found == "labelled" or next(documents, None) is None
@@ -103,6 +108,7 @@ def survey_source(path: str, kind: Kind | None = None, given: Mapping[str, Any] 
         texts=tuple(texts),
         form=form.detected if form is not None else "",
         labels=dict(labels),
+        places=tuple(places.values()),
         classes=KnownClasses(names, path) if names else None,
     )
 
@@ -130,14 +136,41 @@ def _describe(
     if text is None or (kind == "labelled" and label is None) or kind == "conversations":
         wanted = {"conversations": "conversations", "labelled": "texts with a class"}.get(kind or "", "text")
         raise DataError(
-            f"{where}: the fields are {', '.join(record) or 'none'}, and by their names these are no {wanted}. Name "
-            "them, in a recipe or behind `finetune sft`: data.train.0.fields.user=… data.train.0.fields.assistant=… of "
-            "conversations, data.train.0.text_field=… of texts, data.train.0.label_field=… of their classes."
+            f"{where}: the fields are {', '.join(record) or 'none'}, and by their names these are no {wanted}. "
+            f"{_naming(record, kind, text, label)}"
         )
     keys = {"text_field": text} if text != "text" else {}
     if label is None:
         return "text", keys
     return "labelled", keys | ({"label_field": label} if label != "label" else {})
+
+
+def _naming(record: Mapping[str, Any], kind: Kind | None, text: str | None, label: str | None) -> str:
+    """Says how fields are named whose names say nothing.
+
+    Args:
+        text: The field that holds the texts, if that is known.
+        label: Likewise, for their classes.
+    """
+    if kind == "labelled":
+        left = [name for name in record if name not in (text, label)]
+        if label is None and text is not None and len(left) == 1:
+            label = left[0]
+        columns, known = "`text` and `label`", {"text_field": text, "label_field": label}
+        words = (as_overrides(_SOURCE, {key: name}) if name else f"{_SOURCE}.{key}=…" for key, name in known.items())
+        keys = " ".join(words)
+    elif kind == "conversations":
+        columns, keys = "`question` and `answer`", f"{_SOURCE}.fields.user=… {_SOURCE}.fields.assistant=…"
+    else:
+        columns = "`text`, or `question` and `answer`"
+        keys = (
+            f"{_SOURCE}.text_field=… of texts, {_SOURCE}.label_field=… of their classes, {_SOURCE}.fields.user=… "
+            f"{_SOURCE}.fields.assistant=… of conversations"
+        )
+    return (
+        f"Name them in a recipe, or behind `finetune sft`: {keys} (`finetune init` takes no names: for it, call "
+        f"the columns {columns} in the file)."
+    )
 
 
 def token_lengths(survey: SourceSurvey, recipe: Recipe) -> list[int]:

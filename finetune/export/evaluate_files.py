@@ -26,6 +26,15 @@ _LONGEST = 1024
 
 # How problems with data name what to change in a recipe, and what that is on the command line.
 _FLAGS = {
+    # Proposed values, quoted where a shell needs it.
+    r"('?)(?:data\.(?:train|validation)\.\d+\.)?(text|pair|label)_field=": r"--\2-field \1",
+    r"give the recipe a `chat` section if these are conversations: 'chat=\{\}'(?=\.)": (
+        "add --chat if these are conversations"
+    ),
+    r"give the recipe a `chat` section if these are conversations: 'chat=\{\}' .*?(?=\.( |$))": (
+        "write these as a list `messages` and add --chat if they are conversations"
+    ),
+    r"Name the fields in the source's `fields`, .*": "Give them the names of one of these formats.",
     r"data\.(train|validation)(\.\d+\.path)?( (or|and) data\.(train|validation))?": "--data",
     r"(the source's )?`text_field`": "--text-field",
     r"(the source's )?`pair_field`": "--pair-field",
@@ -112,8 +121,9 @@ def evaluate_files(
         known = KnownClasses(opened.class_names, f"the classifier {opened.home or opened.tokenizer_folder}")
     numbers = task.loss_and_numbers is not None
     kinds = {"labelled": task.labelled, "numbers": numbers, "tagged": task.tagged, "targets": task.paired}
-    rows = prepare.prepare_data(recipe, known=known, **kinds).validation
-    if rows is None:
+    prepared = prepare.prepare_data(recipe, known=known, **kinds)
+    rows, report = prepared.validation, prepared.report.validation
+    if rows is None or report is None:
         raise DataError("The files of --data hold no text to evaluate. Name others.")
     loss, hits, targets = 0.0, 0.0, rows.num_targets(np.arange(len(rows)))
     classes = torch.zeros(2, len(rows), dtype=torch.float64 if numbers else torch.int64)
@@ -122,6 +132,9 @@ def evaluate_files(
     if task.labelled and function is None:
         raise RecipeError("--data: the run's task gives no class of each row (`loss_and_correct`), and no number.")
     say(f"Evaluating {len(rows):,} rows of {recipe.data.sequence_length} tokens, {targets:,} targets.")
+    if left_out := report.left_out():
+        said = ", ".join(f"{what} {count:,}" for what, count in left_out.items())
+        say(f"Not evaluated: {said}.")
     with torch.no_grad(), rows_bar("evaluating", len(rows)) as advance:
         for share, batch in evaluation_batches(rows, micro_size):
             sent = batch_to_device(batch, opened.device)

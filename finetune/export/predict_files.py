@@ -66,7 +66,7 @@ def predict_files(
     names = () if writes else opened.class_names
     # A target is what is asked for.
     sources = [source.model_copy(update={"pair_field": None}) if writes else source for source in data.validation]
-    corpora = [open_source(source, labelled=False, tagged=tagged) for source in sources]
+    corpora = [open_source(source, labelled=False, tagged=tagged, no_chat=True) for source in sources]
     rules = Rules(data.strip, data.lowercase, 0.0, False, tagged=tagged)
     pairs = any(source.pair_field is not None for source in sources)
     encoder = Encoder(opened.tokenizer, num_workers=data.num_workers, pairs=pairs, tagged=tagged)

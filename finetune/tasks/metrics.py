@@ -75,9 +75,16 @@ def build_metrics(recipe: Recipe, task: Task, data: TaskData, prompts: Sequence[
     # The default may name what a run without validation rows has not; nothing is kept by it then.
     default = best_by == "validation_loss" and recipe.eval.patience is None
     if best_by is not None and not default and (key := best_by.removeprefix("-")) not in keys:
+        if not keys:
+            patience = ", and eval.patience with it" if recipe.eval.patience is not None else ""
+            raise RecipeError(
+                f"checkpoint.keep_best_by is '{best_by}', and nothing is evaluated: there are no validation rows. Hold "
+                "some out (data.validation_fraction), name data.validation, or set checkpoint.keep_best_by to null"
+                f"{patience}."
+            )
         raise RecipeError(
-            f"checkpoint.keep_best_by: evaluations of this recipe have no '{key}'; they have "
-            f"{', '.join(keys) or 'nothing, without validation rows or eval.metrics'}. Name one of these."
+            f"checkpoint.keep_best_by: evaluations of this recipe have no '{key}'; they have {', '.join(keys)}. Name "
+            "one of these."
         )
     return metrics
 

@@ -56,9 +56,11 @@ def measure_length(length: LengthSection, size: int, data: DataSection, num_rows
     if num_rows is None:
         raise RecipeError("There are no training rows, but the length of the run is not 0 steps. Name data.train.")
     if num_rows < size:
+        # Packed documents fill more rows of fewer tokens; where each has a row of its own, their number stays.
+        shorter = ", lower data.sequence_length" if data.packing != "padded" else ""
         raise DataError(
             f"The training data fills {num_rows} rows, fewer than one global batch of {size}. Lower "
-            f"batch.global_size to at most {num_rows}, lower data.sequence_length, or add data."
+            f"batch.global_size to at most {num_rows}{shorter}, or add data."
         )
     left_out = num_rows % size if data.last_batch == "drop" else 0
     epoch_rows = num_rows - left_out

@@ -33,7 +33,10 @@ def test_a_new_project_trains(task: str, tmp_path: Path, fork_server: ForkServer
     assert code == 0, output[-3000:]
     recipe = load_recipe(folder / "recipe.yaml")
     assert (folder / recipe.output.dir / "model").is_dir()
-    assert recipe.output.dir in (folder / "README.md").read_text()
+    readme = (folder / "README.md").read_text()
+    assert recipe.output.dir in readme
+    for verb in ("eval", "predict"):
+        assert (f"finetune {verb} {recipe.output.dir}" in readme) == (task == "classify")
 
 
 @pytest.mark.parametrize("adapters", ["lora", "qlora"])

@@ -5,7 +5,8 @@ import json
 import re
 import shlex
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
 
 import pytest
 import yaml
@@ -19,7 +20,15 @@ from testdata import MODEL
 from transformers.modeling_rope_utils import RopeParameters
 
 from finetune.cli.main import main
-from finetune.config.recipe import divisors, dump_recipe, json_schema, load_recipe, validate_recipe
+from finetune.config.recipe import (
+    _OF_SEVERAL_KINDS,
+    RECIPE_FIELDS,
+    divisors,
+    dump_recipe,
+    json_schema,
+    load_recipe,
+    validate_recipe,
+)
 from finetune.config.recipe_schema import Recipe, Section
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.launch.launch_file import read_launch_file
@@ -145,7 +154,7 @@ def test_conflicts_between_sections_at_once() -> None:
     )
     assert "4 problems" in text
     assert "got steps, epochs" in text
-    assert "sizes that do: 1, 2, 3, 4, 6, 12" in text
+    assert "sizes that do on one process: 1, 2, 3, 4, 6, 12" in text
     assert "tokenizer: a model from `model.config` brings none" in text
     assert "no task 'causal_lmm', did you mean 'causal_lm'?" in text
 
@@ -166,6 +175,12 @@ def test_conflicts_between_sections_at_once() -> None:
         ({"seed": 2**63}, "seed: "),
         ({"precision": "bf1"}, "'auto', 'fp32', 'bf16' or 'fp16', got \"bf1\""),
         ({"precision": "x" * 500}, "x …"),
+        (
+            {"task": {"class_weights": {"billing": 2}}},
+            "got {\"billing\": 2}; allowed are 'balanced', or a list with one number above 0 for each class",
+        ),
+        ({"task": {"class_weights": [1, "a", -1]}}, 'task.class_weights: got [1, "a", -1]; allowed are'),
+        ({"model": {"gradient_checkpointing": "all"}}, "got \"all\"; allowed are true, false or 'selective'"),
         ({"data": {"train": 3}}, "data.train: this is a list, such as [first, second], got 3"),
         ({"batch": 32}, "batch: this is a section: write its keys below it (global_size, micro_size), got 32"),
         ({"optim": {"args": 4}}, "optim.args: this is a mapping, such as {key: value}, got 4"),
@@ -190,10 +205,28 @@ def test_conflicts_between_sections_at_once() -> None:
         ({"length": {"steps": 0}, "data": {}}, "data.validation: name at least one source"),
         ({"task": {"name": "sequence_classification"}}, "set `padded`"),
         ({"task": {"name": "sequence_classification"}, "sample": {}}, "a classifier writes no text"),
+        (
+            {"task": {"name": "sequence_classification"}, "data": {"train": [{"sample": 3, "format": "messages"}]}},
+            "need a `chat` section; sequence_classification reads no conversations; remove them",
+        ),
     ],
 )
 def test_refused(tree: dict[str, Any], says: str) -> None:
     assert says in refusal(tree)
+
+
+def test_a_key_of_several_kinds_has_one_problem() -> None:
+    """And every such key says what it takes: pydantic's own words are those of one kind each."""
+    annotations = {key: field.annotation for key, field in RECIPE_FIELDS.items()}
+    unions = [key for key, annotation in annotations.items() if get_origin(annotation) in (Union, UnionType)]
+    several = [key for key in unions if len({*get_args(annotations[key])} - {type(None)}) > 1]
+    # `batch.micro_size` has a check of its own.
+    assert {*several} - {"batch.micro_size"} == {*_OF_SEVERAL_KINDS}
+    for key in _OF_SEVERAL_KINDS:
+        section, _, name = key.partition(".")
+        problems = [text for text in refusal({section: {name: {"a": 1}}}).splitlines() if f"{key}:" in text]
+        assert len(problems) == 1
+        assert 'got {"a": 1}; allowed are ' in problems[0]
 
 
 # Each part holds the one before three times.

@@ -257,6 +257,16 @@ def test_conversations_without_a_chat_section_are_pointed_to_it(tmp_path: Path) 
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": OPENED}))
     with pytest.raises(DataError, match="or give the recipe a `chat` section if these are conversations"):
         list(open_source(Source(path=str(tmp_path / "a.jsonl")), labelled=False).documents())
+    pair = Source(path=str(tmp_path / "a.jsonl"), pair_field="other")
+    for source, kinds in (
+        (Source(path=str(tmp_path / "a.jsonl")), {"labelled": True}),
+        (Source(path=str(tmp_path / "a.jsonl")), {"labelled": False, "no_chat": True}),
+        (Source(path=str(tmp_path / "a.jsonl")), {"labelled": False, "tagged": True}),
+        (pair, {"labelled": False}),
+    ):
+        with pytest.raises(DataError, match="if these are conversations, write each as one text") as caught:
+            list(open_source(source, **kinds).documents())
+        assert "chat={}" not in str(caught.value), "a task that refuses it next"
 
 
 NESTED = {"user": "instruction", "input": "instances.0.input", "assistant": "instances.0.output"}

@@ -451,6 +451,14 @@ def test_the_sample_has_labels(tmp_path: Path) -> None:
     assert set(all_rows(data.validation)["targets"].tolist()) <= set(range(7))
 
 
+def test_documents_without_a_text_are_counted(tmp_path: Path) -> None:
+    records = [{"text": text, "label": label} for label in (0, 1) for text in ("a b", "", None)]
+    sizes = {"packing": "padded", "sequence_length": 64}
+    data = prepared(tmp_path / "c", "sequence_classification", train=[jsonl(tmp_path / "t.jsonl", records)], **sizes)
+    assert (len(data.train), data.report.train.empty) == (2, 4)
+    assert "4 empty documents" in "\n".join(data.report.start_lines())
+
+
 def classify(tmp_path: Path, labels: list[Any], others: list[Any] | None = None, **keys: Any) -> PreparedData:
     def records(values: list[Any]) -> list[Any]:
         return [{"text": f"text {n}", "label": value} for n, value in enumerate(values)]
@@ -477,7 +485,13 @@ def test_integer_labels_are_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("labels", "others", "num_labels", "expected"),
     [
-        ([0, "a"], None, None, "Some labels are numbers"),
+        (
+            [1, 0, "0", "a"],
+            None,
+            None,
+            r"numbers \(0, 1\) and some are texts \('0', 'a'\)\. The first number is 1 \(.*jsonl, line 1\), and the "
+            r"first text '0' \(.*jsonl, line 3\)\. Write them",
+        ),
         ([-1, 0], None, None, "The labels go from -1 to 0"),
         ([0, 2], None, None, "1 below it never occur, the first is 1"),
         ([1, 10**12], None, None, "999999999999 below it never occur, the first is 0"),
@@ -532,11 +546,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "everything held out": (
         {"train": ["good"], "validation_fraction": 1.0, "tokenizer": "words"},
-        "All documents of data.train are held out",
+        "held out for validation (data.validation_fraction is 1, the share of them that is), and none is left",
     ),
     "no full row": (
         {"train": ["good"], "packing": "wrapped", "remainder": "drop", "validation_fraction": 0.0},
-        "fill no row of 1024 tokens",
+        "fill no row of 1024 tokens (packing wrapped, remainder drop). Add documents, or lower data.sequence_length.",
+    ),
+    "all too long": (
+        {"train": ["good"], "tokenizer": "words", "long_documents": "drop", "sequence_length": 2},
+        "fill no row of 2 tokens (packing documents, long_documents drop). Add shorter documents, or raise data.seq",
     ),
     "weighted validation": (
         {"train": ["good"], "validation": [{"sample": 3, "weight": 2.0}]},

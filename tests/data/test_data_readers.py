@@ -127,6 +127,22 @@ def test_parquet(tmp_path: Path) -> None:
     assert "the fields are id, text" in message(path, Fields("body", None))
 
 
+def test_a_missing_text_is_an_empty_one_in_every_format(tmp_path: Path) -> None:
+    """As CSV has it, which can write nothing else."""
+    write(tmp_path / "a.csv", 'text,label\n"a",x\n"",y\n')
+    write(tmp_path / "a.jsonl", '{"text": "a", "label": "x"}\n{"text": null, "label": "y"}\n')
+    table = pyarrow.table({"text": ["a", None], "label": ["x", "y"]})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    datasets.Dataset.from_dict({"text": ["a", None], "label": ["x", "y"]}).save_to_disk(str(tmp_path / "saved"))
+    for name in ("a.csv", "a.jsonl", "a.parquet", "saved"):
+        for labelled in (True, False):
+            documents = list(open_source(Source(path=str(tmp_path / name)), labelled=labelled).documents())
+            assert [document.text for document in documents] == ["a", ""], name
+    pairs = open_source(Source(path=str(tmp_path / "a.jsonl"), pair_field="text"), labelled=False, target=True)
+    with pytest.raises(DataError, match="line 2: the field 'text' is empty, and both source and target need a text"):
+        list(pairs.documents())
+
+
 def test_saved_data_sets(tmp_path: Path) -> None:
     dataset = datasets.Dataset.from_dict({"text": TEXTS, "label": [0, 1, 0, 1]})
     dataset.save_to_disk(str(tmp_path / "one"))
@@ -263,7 +279,7 @@ BROKEN = {
         "line 1: there is no field 'text'; the fields are body, id",
     ),
     "text is a number": ("a.jsonl", '{"text": 3}\n', "line 1: the field 'text' holds a number"),
-    "text is null": ("a.jsonl", '{"text": null}\n', "line 1: the field 'text' holds nothing (null)"),
+    "text is false": ("a.jsonl", '{"text": false}\n', "line 1: the field 'text' holds a bool"),
     "text is a list": ("a.jsonl", '{"text": ["a"]}\n', "line 1: the field 'text' holds a list"),
     "bytes": ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', "line 2 holds byte 0xff, which is not UTF-8"),
     "bytes in text": ("a.txt", b"one\ntwo\nthr\xe9e\n", "line 3 holds byte 0xe9"),
@@ -275,7 +291,18 @@ BROKEN = {
     "json broken inside": ("a.json", '[\n{"text": "a"},\n{"text": b}]', "line 3 is not valid JSON"),
     "csv field": ("a.csv", "id,body\n1,a\n", "there is no field 'text'; the fields are id, body"),
     "csv columns": ("a.csv", "id,text\n1,a\n2,b,c\n", "line 3 has 3 columns and the header has 2"),
-    "csv quotes": ("a.csv", 'id,text\n1,"a\n', "is not valid CSV"),
+    "csv quotes": (
+        "a.csv",
+        'id,text\n1,a\n2,"b\n3,c\n4,d\n',
+        "line 3 is not valid CSV: a quote opens in the record that",
+    ),
+    "csv quotes that close late": (
+        "a.csv",
+        'id,text\n1,"a\n2,b" c\n',
+        "line 2 is not valid CSV: ',' expected after '\"', in a",
+    ),
+    "csv quotes in the header": ("a.csv", 'id,"text\n1,a\n', "line 1 is not valid CSV: a quote opens"),
+    "csv columns over lines": ("a.csv", 'id,text\n1,"a\nb",c\n', "line 2 has 3 columns"),
     "cut list": ("a.json", '[{"text": "a"}, {"text": "b', "may have been cut short in item 2"),
     "cut between items": ("a.json", '[{"text": "a"},\n', "the file ends before the list does"),
     "cut at a comma": ("a.json", '["a"', "the file ends before the list does"),

@@ -56,8 +56,22 @@ def test_what_records_are(record: Any, kind: Kind, keys: dict[str, Any], tmp_pat
     ("record", "kind", "says"),
     [
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, None, "the fields are prompt, chosen, rejected"),
-        ({"text": "a"}, "labelled", "these are no texts with a class"),
-        ({"text": "a"}, "conversations", "these are no conversations"),
+        (
+            {"text": "a"},
+            "labelled",
+            r"these are no texts with a class\. .* `finetune sft`: data\.train\.0\.text_field=text "
+            r"data\.train\.0\.label_field=… \(`finetune init` takes no names: .* `text` and `label` in the file\)\.",
+        ),
+        (
+            {"body": "a", "Queue 2": "b"},
+            "labelled",
+            r"data\.train\.0\.text_field=body 'data\.train\.0\.label_field=Queue 2' \(`finetune init`",
+        ),
+        (
+            {"text": "a"},
+            "conversations",
+            r"these are no conversations\. .*fields\.assistant=… .*`question` and `answer`",
+        ),
         ({"question": "a", "answer": ""}, None, "the answer is empty"),
         ({"text": "a", "label": 0.5}, None, "a class is an integer or a text"),
     ],

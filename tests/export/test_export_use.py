@@ -205,6 +205,10 @@ def test_an_export_writes_nothing_among_a_runs_own_files(places: dict[str, Path]
     [
         (["nowhere.jsonl"], "There is no file nowhere.jsonl"),
         (["{folder}/other.jsonl"], "the fields are words. Name one of them as --text-field"),
+        (["{folder}/body.jsonl"], "as --text-field, such as --text-field body."),
+        (["{folder}/spaced.jsonl"], "as --text-field, such as --text-field 'Body '."),
+        (["{folder}/chats.jsonl"], "as --text-field, or add --chat if these are conversations."),
+        (["{folder}/asked.csv"], "or write these as a list `messages` and add --chat if they are conversations. The"),
         (["{folder}/other.jsonl", "--chat"], "has no chat template. Open the run itself, which has one, or leave"),
     ],
 )
@@ -212,6 +216,10 @@ def test_eval_names_its_own_flags(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], says: str
 ) -> None:
     (tmp_path / "other.jsonl").write_text('{"words": "Once upon a time"}\n')
+    (tmp_path / "body.jsonl").write_text('{"body": "Once upon a time"}\n')
+    (tmp_path / "spaced.jsonl").write_text('{"Body ": "Once upon a time"}\n')
+    (tmp_path / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "Hello"}]}\n')
+    (tmp_path / "asked.csv").write_text("Query,The reply,reply\na,b,c\n")
     assert main.main(["eval", MODEL, "--data", *(word.format(folder=tmp_path) for word in words)]) == 2
     said = capsys.readouterr().err
     assert says in said

@@ -193,6 +193,10 @@ def test_a_table_has_a_row_for_each_document(full: Job, tmp_path: Path, capsys: 
     assert set(rows[1].values()) == {""}
     lines = lines_of(full.run, file, capsys)
     assert lines[1] == {"label": None, "probabilities": None}
+    other = tmp_path / "some.jsonl"
+    texts = ["Once upon a time", None, 'The end, "said" she.']
+    other.write_text("\n".join(json.dumps({"story": text}) for text in texts))
+    assert lines_of(full.run, other, capsys) == lines, "the same table in a format that has nulls"
     assert float(rows[0]["probability_bad"]) == lines[0]["probabilities"]["bad"]
 
 
@@ -207,8 +211,21 @@ def test_eval_has_the_figures_of_the_run(full: Job, capsys: pytest.CaptureFixtur
     assert found["confusions"] == full.results["confusions"]
     assert sum(sum(row.values()) for row in found["confusions"].values()) == found["targets"] == 20
     assert main.main(["eval", str(full.run), "--data", str(full.file)]) == 0
-    text = capsys.readouterr().out
+    captured = capsys.readouterr()
+    assert "Not evaluated" not in captured.err
+    text = captured.out
     assert all(part in text for part in ("accuracy", "macro F1", "precision", "true class, taken for", *NAMES))
+
+
+def test_eval_says_what_is_left_out(full: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = labelled(tmp_path / "held.jsonl", TEXTS[40:])
+    lines = file.read_text().splitlines()
+    lines[1:1] = [json.dumps({"story": text, "verdict": "bad"}) for text in ("", "  ")]
+    file.write_text("\n".join(lines))
+    assert main.main(["eval", str(full.run), "--data", str(file)]) == 0
+    said = capsys.readouterr()
+    assert "Not evaluated: documents without text 2." in said.err
+    assert "over 20 documents" in said.out
 
 
 def test_counts_by_hand() -> None:
@@ -245,11 +262,20 @@ def test_the_report_shows_the_classes(full: Job) -> None:
         (["predict", "RUN", "FILE", "--output", "FILE"], "is the file that is read"),
         (["predict", "RUN", "FILE", "--batch-size", "0"], "--batch-size is 0; give 1 or more"),
         (["predict", "RUN", "FILE", "--text-field", "body"], "there is no field 'body'.*--text-field"),
+        (["predict", "RUN", "BODY"], "as --text-field, such as --text-field body\\.$"),
+        (["eval", "RUN", "--data", "BODY"], "as --text-field, such as --text-field body\\.$"),
+        (
+            ["predict", "RUN", "CHATS"],
+            "as --text-field; if these are conversations, write each as one text: .* only\\.$",
+        ),
         (["eval", "RUN", "--data", "FILE", "--label-field", "story"], "labels of the documents are .* has the classes"),
     ],
 )
 def test_refusals(full: Job, words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     places = {"RUN": str(full.run), "FILE": str(full.file)}
+    for name, record in (("BODY", {"body": "a"}), ("CHATS", {"messages": [{"role": "user", "content": "a"}]})):
+        places[name] = str(full.file.with_name(f"{name}.jsonl"))
+        Path(places[name]).write_text(json.dumps(record))
     assert main.main([places.get(word, word) for word in words]) == 2
     error = " ".join(capsys.readouterr().err.split())
     assert "Traceback" not in error

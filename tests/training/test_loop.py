@@ -147,8 +147,13 @@ def test_length_in_steps_epochs_and_tokens() -> None:
     assert measure({"tokens": 1000}, sequence_length=10).num_steps == 7
     with pytest.raises(RecipeError, match="less than one step"):
         measure({"epochs": 0.1})
-    with pytest.raises(DataError, match="fills 100 rows, fewer than one global batch of 128"):
-        length_of(recipe(batch={"global_size": 128, "micro_size": 4}), 100)
+    batch = {"global_size": 128, "micro_size": 4}
+    with pytest.raises(
+        DataError, match=r"fewer than one global batch of 128.* 100, lower data.sequence_length, or add"
+    ):
+        length_of(recipe(batch=batch), 100)
+    with pytest.raises(DataError, match=r"fewer than one global batch of 128.* to at most 100, or add data"):
+        length_of(recipe(batch=batch, data={"packing": "padded"}), 100)
 
 
 @given(hundredths=st.integers(1, 1000), rows=st.integers(1, 400), size=st.integers(1, 8))

@@ -22,9 +22,9 @@ import architectures as script
 
 from finetune.config.recipe import load_recipe, validate_recipe
 from finetune.tasks.causal_lm import CAUSAL_LM, next_token_logits
-from finetune.tasks.metrics import check_metrics, find_metrics, score_predictions
+from finetune.tasks.metrics import build_metrics, check_metrics, find_metrics, score_predictions
 from finetune.tasks.prompt_set import read_prompts
-from finetune.tasks.task_lookup import BUILT_IN
+from finetune.tasks.task_lookup import BUILT_IN, find_task
 from finetune.training import evaluate_run
 from finetune.utils.errors import DataError, RecipeError
 
@@ -32,6 +32,22 @@ TEXTS = ("exact_match", "f1", "rouge1", "rouge2", "rougeL")
 OWN = ("own_metrics:num_words", "own_metrics:several")
 
 # ---------------------------------------------------------------- values
+
+
+def test_without_evaluations_nothing_can_be_the_best_by_a_figure() -> None:
+    """No key can be named then: another way out is told."""
+    none: Any = SimpleNamespace(validation=None)
+    for checkpoint, patience, end in (
+        ({"keep_best_by": "validation_recall_macro"}, {}, "to null."),
+        ({}, {"every_steps": 2, "patience": 1}, "to null, and eval.patience with it."),
+    ):
+        tree = base(
+            task={"name": "sequence_classification"}, data={"packing": "padded"}, checkpoint=checkpoint, eval=patience
+        )
+        recipe = validate_recipe(tree)
+        with pytest.raises(RecipeError, match="nothing is evaluated: there are no validation rows") as caught:
+            build_metrics(recipe, find_task(recipe), none, ())
+        assert str(caught.value).endswith(end)
 
 
 def scores(names: Sequence[str], predictions: Sequence[str], references: Sequence[Any]) -> dict[str, float]:

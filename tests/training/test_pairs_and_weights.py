@@ -160,7 +160,7 @@ def test_evaluation_is_not_weighted(tmp_path: Path) -> None:
     ("task", "said"),
     [
         ({**TASK, "class_weights": [1.0, 2.0, 3.0]}, r"got 3 weights for 2 classes.* order: other, same"),
-        ({**TASK, "class_weights": [1.0, 0.0]}, r"task\.class_weights.*greater than 0"),
+        ({**TASK, "class_weights": [1.0, 0.0]}, r"task\.class_weights.*one number above 0 for each"),
         ({**TASK, "class_weights": "balance"}, r"task\.class_weights"),
         ({**TASK, "class_weights": "balanced", "loss": "own_task:smoothed"}, r"your own `task\.loss` weighs"),
         ({"name": "causal_lm", "class_weights": "balanced"}, "causal_lm has no classes; remove it"),

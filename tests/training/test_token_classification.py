@@ -384,7 +384,7 @@ def test_a_trained_head_keeps_its_tags(tmp_path: Path) -> None:
             {"tokens": ["a"], "tags": ["O"]},
             "line 2: there is no field 'ner_tags'; .* such as data.train.0.label_field=tags",
         ),
-        ({"tokens": ["a"], "ner_tags": [4]}, "Some labels are numbers"),
+        ({"tokens": ["a"], "ner_tags": [4]}, r"The first number is 4 \(.*\), and the first text 'O' \(.*, line 1\)"),
     ],
 )
 def test_bad_records_are_refused(tmp_path: Path, record: dict[str, Any], said: str) -> None:

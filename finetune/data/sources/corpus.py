@@ -94,6 +94,7 @@ def open_source(
     numbers: bool = False,
     target: bool = False,
     tagged: bool = False,
+    no_chat: bool = False,
 ) -> Corpus:
     """Finds what a source names and fingerprints it; reads no documents yet.
 
@@ -102,6 +103,7 @@ def open_source(
         numbers: True if they have numbers.
         target: True if the second of two texts is a target.
         tagged: True if documents are lists of words, which have tags.
+        no_chat: True if the task reads no conversations; known where documents have labels or a second text.
         form: The way that records become conversations; None where they are documents.
         key: The source's key in the recipe, for error messages.
 
@@ -111,7 +113,15 @@ def open_source(
     label = source.label_field if labelled else None
     pair = source.pair_field if form is None else None
     fields = Fields(
-        source.text_field, label, form, pair=pair, numbers=numbers, tagged=tagged, target=target, source=key
+        source.text_field,
+        label,
+        form,
+        pair=pair,
+        numbers=numbers,
+        tagged=tagged,
+        target=target,
+        source=key,
+        no_chat=no_chat,
     )
     if source.sample is not None:
         return _open_sample(source, source.sample, fields)
@@ -339,6 +349,15 @@ def choose_texts(corpus: Corpus, rules: Rules, held_digests: npt.NDArray[np.uint
             copies = 1 if held_out else copies
             about = (document.where, corpus.meter.done, document.duplicate_key, document.tags)
             yield Chosen(data, digest, held_out, copies, document.label, *about)
+
+
+def label_places(corpora: Sequence[Corpus]) -> Iterator[tuple[int | str, str]]:
+    """Yields the label of each document, or those of its words, with its file and line, reading them again."""
+    for corpus in corpora:
+        for document in corpus.documents():
+            for label in document.tags or (document.label,):
+                if isinstance(label, int | str):
+                    yield label, document.where
 
 
 def _normalised(text: str, rules: Rules) -> str:

@@ -69,6 +69,13 @@ class Fields(NamedTuple):
     """True if `text` holds the words of a document, and `label` the tag of each."""
     source: str = ""
     """Key of the recipe's source, such as `data.train.0`, for error messages; empty where it is not known."""
+    no_chat: bool = False
+    """True if no conversations can be read, though neither `label` nor `pair` says so: a class is asked for."""
+
+    @property
+    def takes_chat(self) -> bool:
+        """True if a `chat` section could make conversations of the records: labelled and paired texts are none."""
+        return not self.no_chat and not self.tagged and self.label is self.pair is None
 
     @property
     def columns(self) -> list[str] | None:
@@ -138,7 +145,7 @@ def document_of(record: Any, fields: Fields, where: str) -> Document:
     require_fields(record, fields, where)
     if fields.tagged:
         return _tagged_words(record, fields, where)
-    text, pair = record[fields.text], None if fields.pair is None else record[fields.pair]
+    text, pair = _text(record[fields.text]), None if fields.pair is None else _text(record[fields.pair])
     for key, name, value in (("text_field", fields.text, text), ("pair_field", fields.pair, pair)):
         if name is not None and not isinstance(value, str):
             raise DataError(
@@ -152,6 +159,11 @@ def document_of(record: Any, fields: Fields, where: str) -> Document:
             )
     label = None if fields.label is None else _label(record[fields.label], fields, where)
     return Document(text, label, where, pair=pair)
+
+
+def _text(value: Any) -> Any:
+    """A field that should hold a text; a missing value is an empty one, which is all that CSV can write for it."""
+    return "" if value is None or value != value else value
 
 
 def _tagged_words(record: Mapping[str, Any], fields: Fields, where: str) -> Document:
@@ -287,6 +299,8 @@ def require_fields(present: Iterable[str], fields: Fields, where: str) -> None:
     if chat or {"instruction", "completion"} & {*names}:
         mapping = as_overrides(fields.source, {f"fields.{key}": name for key, name in chat.items() if name != key})
         or_chat = f", or give the recipe a `chat` section if these are conversations: 'chat={{}}' {mapping}".rstrip()
+        if not fields.takes_chat:
+            or_chat = "; if these are conversations, write each as one text: this task reads texts only"
     guesses = {"text_field": guess_text_field(names), "label_field": guess_label_field(names)}
     guesses = guess_word_fields(names) if fields.tagged else guesses
     for key, field in (("text_field", fields.text), ("pair_field", fields.pair), ("label_field", fields.label)):
@@ -379,13 +393,18 @@ def _read_csv(path: Path, fields: Fields, meter: Meter) -> Iterator[Document]:
     csv.field_size_limit(MAX_RECORD_BYTES)
     delimiter = "\t" if path.suffix.lower() == ".tsv" else _find_delimiter(path)
     rows = csv.reader((line for _, line in lines(path, meter)), delimiter=delimiter, strict=True)
+    begins = 1  # the line of a record that may go on over several, which is where a quote opens that never closes
     try:
         header = next(rows, None)
         if header is None:
             return
         _require_header(header, fields, path)
-        for row in rows:
-            where = f"{path}, line {rows.line_num}"
+        while True:
+            begins = rows.line_num + 1
+            row = next(rows, None)
+            if row is None:
+                return
+            where = f"{path}, line {begins}"
             if not row:
                 continue
             if len(row) != len(header):
@@ -400,8 +419,13 @@ def _read_csv(path: Path, fields: Fields, meter: Meter) -> Iterator[Document]:
                 record[fields.label] = int(label) if label.isascii() and label.isdigit() else label
             yield document_of(record, fields, where)
     except csv.Error as error:
-        reason = "its lines end in carriage returns alone" if "new-line character" in str(error) else error
-        raise DataError(f"{path}, line {rows.line_num} is not valid CSV: {reason}. Mend the line.") from error
+        reason = "its lines end in carriage returns alone" if "new-line character" in str(error) else str(error)
+        advice, further = "Mend the line", f", in a record that goes on to line {rows.line_num}"
+        if "unexpected end of data" in reason:
+            reason = "a quote opens in the record that begins there, and never closes"
+            advice, further = "Close it; a quote inside a quoted text is written twice", ""
+        further = further if rows.line_num > begins else ""
+        raise DataError(f"{path}, line {begins} is not valid CSV: {reason}{further}. {advice}.") from error
 
 
 def _find_delimiter(path: Path) -> str:

@@ -25,6 +25,7 @@ from finetune.utils.shipped_files import LAUNCH_FILES, RECIPES, shipped_names
 from finetune.utils.yaml_files import YamlProblem, parse
 
 _ADVICE = f"Name a file, or one of those that ship in {LAUNCH_FILES}/: {', '.join(shipped_names(LAUNCH_FILES))}."
+_LEAST = f"give one of {', '.join(SECTIONS_OF)}, NO in quotes"
 
 
 def read_launch_file(file: str) -> LaunchFile:
@@ -44,12 +45,14 @@ def read_launch_file(file: str) -> LaunchFile:
         near = hint(file, shipped_names(LAUNCH_FILES))
         raise BackendError.of(file, [f"There is no launch file {file}{near}"], _ADVICE) from error
     except YamlProblem as error:
-        raise BackendError(f"{error.at(file)}: this launch file is not valid YAML: {error}. {_ADVICE}") from error
+        raise BackendError(f"{error.at(file)}: this launch file is not valid YAML: {error}.") from error
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise BackendError(f"Cannot read the launch file {file}: {reason}. {_ADVICE}") from error
     if not isinstance(tree, dict):
-        raise BackendError(f"The launch file {file} holds no keys and values. {_ADVICE}")
+        raise BackendError(
+            f"The launch file {file} holds no keys and values. It needs at least distributed_type: {_LEAST}."
+        )
     if (other := file_kinds.other_kind(tree, file_kinds.LAUNCH)) is not None:
         raise BackendError(f"{file}: {other}")
     problems, kind = [], str(tree.get("distributed_type"))
@@ -67,7 +70,7 @@ def read_launch_file(file: str) -> LaunchFile:
     if problems:
         lines = key_lines(file)
         reported = [f"{place_of(key, file, lines)}: {key}: {what}" for key, what in problems]
-        raise BackendError.of(f"The launch file {file}", reported, _ADVICE)
+        raise BackendError.of(f"The launch file {file}", reported)
     return found
 
 
@@ -94,7 +97,7 @@ def _problem(error: ErrorDetails) -> tuple[str, str]:
         known = [key for key in level.model_fields if key not in FROM_COMMAND_LINE]
         return key, f"unknown key{hint(name, known) or ' (allowed: ' + ', '.join(known) + ')'}"
     if kind == "missing":
-        return key, "missing"
+        return key, "missing" + (f"; {_LEAST}" if key == "distributed_type" else "")
     got, text = "null" if value is None else repr(value), isinstance(value, str)
     if kind == "model_type":
         return key, f"must hold keys and values, got {got}"
