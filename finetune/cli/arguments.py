@@ -2,7 +2,6 @@
 
 import argparse
 import math
-import os
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -96,16 +95,7 @@ def load_named_recipe(parsed: argparse.Namespace) -> "Recipe":
     from finetune.config.recipe import load_recipe
     from finetune.tasks.task_lookup import BUILT_IN
 
-    return load_recipe(parsed.recipe, parsed.overrides, BUILT_IN, named_ranks(parsed))
-
-
-def named_ranks(parsed: argparse.Namespace) -> int | None:
-    """Returns the ranks that share a batch, where the command line names a launch."""
-    if getattr(parsed, "config_file", None) is None:
-        return None
-    from finetune.distributed.launch.predicted_environment import foreseen_ranks
-
-    return foreseen_ranks(parsed.config_file, launch_options(parsed), os.environ)
+    return load_recipe(parsed.recipe, parsed.overrides, BUILT_IN)
 
 
 def prepare_libraries() -> None:

@@ -164,7 +164,7 @@ def convert(parsed: argparse.Namespace) -> None:
 
 def train(parsed: argparse.Namespace) -> None:
     """Train a recipe under the launch file that fits this machine, as `finetune plan` recommends it."""
-    _fill_in_launch(parsed, load_checked(parsed, arguments.named_ranks(parsed)))
+    _fill_in_launch(parsed, load_checked(parsed))
     _start(parsed)
 
 

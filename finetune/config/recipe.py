@@ -111,22 +111,18 @@ for _kind_of_yaml in (RecipeLoader, _Dumper):
 
 
 def load_recipe(
-    path: str | Path,
-    overrides: Sequence[str] = (),
-    tasks: Mapping[str, TaskTraits] | None = None,
-    ranks: int | None = None,
+    path: str | Path, overrides: Sequence[str] = (), tasks: Mapping[str, TaskTraits] | None = None
 ) -> Recipe:
     """Reads a recipe file, applies `a.b=c` overrides, and validates the result.
 
     Args:
         tasks: The built-in tasks by name; None skips the checks that depend on the task.
-        ranks: Processes, or groups of them, that share a batch; None where no launch is known.
 
     Raises:
         RecipeError: With every problem that was found, each with its key.
     """
     trees = recipe_layers(path, overrides)
-    return validate_recipe(trees[-1], Origin(path, trees[0], overrides), tasks, ranks)
+    return validate_recipe(trees[-1], Origin(path, trees[0], overrides), tasks)
 
 
 def recipe_layers(path: str | Path, overrides: Sequence[str]) -> list[dict[str, Any]]:
@@ -180,28 +176,24 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
 
 
 def validate_recipe(
-    tree: Mapping[str, Any],
-    origin: Origin | str | None = None,
-    tasks: Mapping[str, TaskTraits] | None = None,
-    ranks: int | None = None,
+    tree: Mapping[str, Any], origin: Origin | str | None = None, tasks: Mapping[str, TaskTraits] | None = None
 ) -> Recipe:
     """Turns plain keys and values into a recipe.
 
     Args:
         origin: Place that they come from, or its name.
         tasks: The built-in tasks by name; None skips the checks that depend on the task.
-        ranks: See `load_recipe`.
 
     Raises:
         RecipeError: With every problem that was found, each with its key and its place.
     """
-    recipe, problems = _checked(tree, tasks, ranks)
+    recipe, problems = _checked(tree, tasks)
     if recipe is not None and not problems:
         return recipe
     if not isinstance(origin, Origin):
         said = [f"{origin}: {problem}" if origin else problem for _, problem in problems]
         raise RecipeError.of(origin or "The recipe", said)
-    in_file = [problem for _, problem in _checked(origin.tree, tasks, ranks)[1]] if origin.overrides else []
+    in_file = [problem for _, problem in _checked(origin.tree, tasks)[1]] if origin.overrides else []
     said = [
         _exclusion(tree, origin, key, problem) or f"{origin.of(key, problem, in_file)}: {problem}"
         for key, problem in problems
@@ -242,7 +234,7 @@ def _is_given(tree: Any, key: str) -> bool:
 
 
 def _checked(
-    tree: Mapping[str, Any], tasks: Mapping[str, TaskTraits] | None, ranks: int | None
+    tree: Mapping[str, Any], tasks: Mapping[str, TaskTraits] | None
 ) -> tuple[Recipe | None, list[tuple[str, str]]]:
     """Returns the recipe, None if it is not valid, and its problems, each with its key."""
     try:
@@ -254,7 +246,7 @@ def _checked(
         problems = list(dict.fromkeys(filter(None, map(_keyed_problem, found))))
         # A problem of the whole recipe names its key itself.
         return None, [(key or problem.partition(":")[0], problem) for key, problem in problems]
-    return recipe, [(problem.partition(":")[0], problem) for problem in _conflicts(recipe, tasks, ranks)]
+    return recipe, [(problem.partition(":")[0], problem) for problem in _conflicts(recipe, tasks)]
 
 
 def write_out(tree: Mapping[str, Any], section: type[Section] = Recipe) -> dict[str, Any]:
@@ -320,7 +312,7 @@ def json_schema() -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
-def _conflicts(recipe: Recipe, tasks: Mapping[str, TaskTraits] | None, ranks: int | None) -> Iterable[str]:
+def _conflicts(recipe: Recipe, tasks: Mapping[str, TaskTraits] | None) -> Iterable[str]:
     """Yields problems between sections, which no single section can see."""
     own_task = ":" in recipe.task.name
     if tasks is not None and recipe.task.name not in tasks and not own_task:
@@ -337,7 +329,12 @@ def _conflicts(recipe: Recipe, tasks: Mapping[str, TaskTraits] | None, ranks: in
     if recipe.batch.micro_size == "auto" and recipe.length.steps == 0:
         yield "batch.micro_size: `auto` tries training steps, and length.steps is 0; give a number"
     if recipe.batch.global_size % recipe.batch.rows:
-        yield _uneven_batch(recipe.batch.global_size, recipe.batch.rows, ranks)
+        allowed = ", ".join(map(str, divisors(recipe.batch.global_size)))
+        yield (
+            f"batch.micro_size: {recipe.batch.micro_size} does not divide batch.global_size "
+            f"{recipe.batch.global_size}; sizes that do on one process: {allowed} (several "
+            "take equal shares of it first)"
+        )
     task = (tasks or {}).get(recipe.task.name, TaskTraits())
     yield from task_conflicts(recipe, task)
     for side in ("train", "validation") if recipe.chat is None else ():
@@ -351,21 +348,6 @@ def _conflicts(recipe: Recipe, tasks: Mapping[str, TaskTraits] | None, ranks: in
         yield "data.packing: `wrapped` cuts through conversations; set `documents` or `padded`"
     if recipe.chat is not None and recipe.data.lowercase:
         yield "data.lowercase: conversations are read as they are written; remove it"
-
-
-def _uneven_batch(size: int, micro_size: int, ranks: int | None) -> str:
-    """Returns the problem of a micro-batch that does not divide the global batch, with what does on so many ranks."""
-    share, rest = divmod(size, ranks or 1)
-    if rest:
-        return (
-            f"batch.global_size: {size} rows cannot be shared evenly by {ranks} processes (or groups of them), "
-            f"whatever batch.micro_size is; give a multiple of {ranks}, with batch.micro_size {micro_size} one of "
-            f"{(ranks or 1) * micro_size}"
-        )
-    over = "on one process" if ranks is None else "" if ranks == 1 else f"on {ranks} processes (or groups of them)"
-    allowed = ", ".join(map(str, divisors(share)))
-    said = f"batch.micro_size: {micro_size} does not divide batch.global_size {size}; sizes that do"
-    return f"{said} {over}: {allowed}" if over else f"{said}: {allowed}"
 
 
 def source_conflicts(recipe: Recipe) -> Iterable[str]:

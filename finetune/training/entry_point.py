@@ -59,17 +59,13 @@ def add_recipe_arguments(parser: argparse.ArgumentParser, *, optional: bool = Fa
     parser.add_argument("overrides", nargs="*", metavar="key.key=value", help="a value that replaces the recipe's")
 
 
-def load_checked(parsed: argparse.Namespace, ranks: int | None = None) -> "Recipe":
-    """The recipe, once the models that it names can be had: this is known before the libraries are imported.
-
-    Args:
-        ranks: See `load_recipe`.
-    """
+def load_checked(parsed: argparse.Namespace) -> "Recipe":
+    """The recipe, once the models that it names can be had: this is known before the libraries are imported."""
     from finetune.config import path_kinds
     from finetune.config.recipe import load_recipe
     from finetune.tasks.task_lookup import BUILT_IN
 
-    recipe = load_recipe(parsed.recipe, parsed.overrides, BUILT_IN, ranks)
+    recipe = load_recipe(parsed.recipe, parsed.overrides, BUILT_IN)
     path_kinds.check_paths(recipe)
     go_offline_if_unreachable()
     hub_access.require_model(recipe.model.name, "model.name")
@@ -77,14 +73,8 @@ def load_checked(parsed: argparse.Namespace, ranks: int | None = None) -> "Recip
     return recipe
 
 
-def _ranks() -> int | None:
-    from finetune.distributed.launch.predicted_environment import foreseen_ranks
-
-    return foreseen_ranks(None, {}, os.environ)
-
-
 def _train(parsed: argparse.Namespace) -> int:
-    recipe = load_checked(parsed, _ranks())
+    recipe = load_checked(parsed)
     with quick_imports():
         from finetune.monitoring.out_of_memory import explain_out_of_memory
         from finetune.training.build_run import build_run
@@ -112,7 +102,7 @@ def _train(parsed: argparse.Namespace) -> int:
 
 
 def _dry_run(parsed: argparse.Namespace) -> None:
-    recipe = load_checked(parsed, _ranks())
+    recipe = load_checked(parsed)
     from finetune.training.dry_run import describe
 
     text = describe(recipe)

@@ -90,18 +90,6 @@ def predict_environment(
     return PredictedEnvironment(launch, worker, by_file | ranks, asked, written, chosen, local)
 
 
-def foreseen_ranks(config_file: str | None, options: Mapping[str, str], env: Mapping[str, str]) -> int | None:
-    """Returns the ranks, or groups of them, that a launch shares a batch among.
-
-    None where their number may change, or cannot be told: what is wrong is said where the launch is read.
-    """
-    try:
-        foreseen = predict_environment(config_file, options, env)
-    except BackendError:
-        return None
-    return foreseen.launch.data_ranks if foreseen.asked.nnodes is None else None
-
-
 def elastic_launches(foreseen: PredictedEnvironment) -> Iterator[tuple[int, Launch]]:
     """Yields what an elastic launch may become, by the number of machines that it then has."""
     for machines in foreseen.asked.elastic_machines or ():
