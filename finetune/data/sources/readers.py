@@ -163,7 +163,7 @@ def document_of(record: Any, fields: Fields, where: str) -> Document:
 
 def _text(value: Any) -> Any:
     """A field that should hold a text; a missing value is an empty one, which is all that CSV can write for it."""
-    return "" if value is None or value != value else value
+    return "" if value is None or (isinstance(value, float) and math.isnan(value)) else value
 
 
 def _tagged_words(record: Mapping[str, Any], fields: Fields, where: str) -> Document:
