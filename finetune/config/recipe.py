@@ -332,8 +332,8 @@ def _conflicts(recipe: Recipe, tasks: Mapping[str, TaskTraits] | None) -> Iterab
         allowed = ", ".join(map(str, divisors(recipe.batch.global_size)))
         yield (
             f"batch.micro_size: {recipe.batch.micro_size} does not divide batch.global_size "
-            f"{recipe.batch.global_size}; sizes that do on one process: {allowed} (several "
-            "take equal shares of it first)"
+            f"{recipe.batch.global_size}; sizes that do on one process: {allowed} (several take "
+            "equal shares of it first)"
         )
     task = (tasks or {}).get(recipe.task.name, TaskTraits())
     yield from task_conflicts(recipe, task)

@@ -43,9 +43,9 @@ class SourceSurvey:
     form: str = ""
     """Format of conversations."""
     labels: dict[int | str, int] = field(default_factory=dict)
+    """Documents of each class."""
     places: tuple[tuple[int | str, str], ...] = ()
     """The first label that is a number, and the first that is a text, each with its file and line."""
-    """Documents of each class."""
     classes: KnownClasses | None = None
     """Names that the data itself gives to the classes."""
 
