@@ -15,7 +15,7 @@ PYTEST_ARGS ?=
 DEMO_THREADS := $(shell n=$$(( $(CORES) / 2 )); echo $$(( n < 1 ? 1 : n )))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-qlora test test-quick test-wheel test-resume test-chaos check docs support-matrix ops format clean
+.PHONY: help setup demo demo-qlora test durations test-quick test-wheel test-resume test-chaos check docs support-matrix ops format clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,12 +39,15 @@ demo-qlora: setup  ## Pre-train (or reuse) that Llama, teach it to answer with Q
 test: setup  ## Run the whole test suite (PYTEST_ARGS="-k name -x" narrows it)
 	-@$(VENV)/bin/finetune ops
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false \
-	  $(PY) -m pytest -n $(TEST_WORKERS) --dist loadgroup $(PYTEST_ARGS)
+	  $(PY) -m pytest -n $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS)
+
+durations: export FINETUNE_DURATIONS = 1
+durations: test  ## Run it, and write what tests take into tests/durations.json, by which it is ordered
 
 # What a contributor runs before each commit, and CI with other versions: the tests that are marked `quick`.
 test-quick: setup  ## Run a test of each thing there is, at most 4 minutes on 2 cores
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false \
-	  $(PY) -m pytest -n $(TEST_WORKERS) --dist loadgroup -m quick $(PYTEST_ARGS)
+	  $(PY) -m pytest -n $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder -m quick $(PYTEST_ARGS)
 
 test-resume: setup  ## Resume every backend's checkpoint on every backend; writes docs/resume-matrix.md (about 30 minutes)
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(PY) tests/support/matrix.py docs/resume-matrix.md

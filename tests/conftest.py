@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import durations
 import machines
 import pytest
 import testdata
@@ -78,10 +79,15 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(lambda: shutil.rmtree(state))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     import torch
 
     there = {"gpu": torch.cuda.is_available(), "real_data": testdata.REAL.is_dir()}
+    if "quick" not in config.option.markexpr and not any("test_every_launch_kind" in word for word in config.args):
+        # What they show, others show more closely; they are for `make test-quick`.
+        items[:] = [item for item in items if item.path.stem != "test_every_launch_kind"]
+    if config.option.dist == "loadgroup" or "PYTEST_XDIST_WORKER" in os.environ:
+        durations.longest_first(items)
     wanted = any(item.get_closest_marker("machines") is not None for item in items)
     there["machines"] = not (lack := machines.lacking() if wanted else None)
     for item in items:
@@ -112,6 +118,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is not None and "FINETUNE_DURATIONS" in os.environ:
+        durations.write(reporter.stats)
     if reporter is None or not os.environ.get("CI"):
         return
     unforeseen = {r for r in _reasons(reporter) if not r.startswith((*NEEDS.values(), *MAY_LACK))}
@@ -136,11 +144,14 @@ def quick_python(fork_server: ForkServer) -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def launcher(tmp_path_factory: pytest.TempPathFactory, worker_id: str, fork_server: ForkServer) -> Launcher:
+def launcher(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, worker_id: str, fork_server: ForkServer
+) -> Launcher:
     """Launches runs, shared by all workers of a session."""
     base = tmp_path_factory.getbasetemp()
+    modules = dict.fromkeys(item.module for item in request.session.items if isinstance(item, pytest.Function))
     # Each xdist worker has a folder of its own below one that they share.
-    return Launcher((base if worker_id == "master" else base.parent) / "launched", fork_server.launch)
+    return Launcher((base if worker_id == "master" else base.parent) / "launched", fork_server.launch, list(modules))
 
 
 @pytest.fixture

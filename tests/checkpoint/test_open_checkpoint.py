@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import LIMIT_S, Launcher, Result, environment
-from matrix import MODEL, STEPS, STOP, most_telling, straight
+from harness import LIMIT_S, Launcher, environment
+from matrix import KINDS
+from testdata import MODEL
 
 pytestmark = [
     pytest.mark.xdist_group("zero3"),
@@ -29,13 +30,13 @@ def open_adapter(folder):
     return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), folder)
 
 for folder in folders:
-    if kind == "full":
+    if kind == "adamw":
         network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     else:
         network = open_adapter(folder)
     with torch.no_grad():
         logits.append(network.eval()(input_ids=ids).logits)
-if kind == "lora":
+if kind == "dora":
     with torch.no_grad(), network.disable_adapter():
         logits.append(network(input_ids=ids).logits)
 print(json.dumps({
@@ -56,21 +57,17 @@ def opened(kind: str, *folders: Path) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.fixture(scope="module")
-def runs(launcher: Launcher) -> dict[str, Result]:
-    """One run a kind, saved in the middle and at its end; shared with the resume matrix."""
-    found = straight(launcher, "zero3", most_telling)
-    return {"full": found["full"].check(), "lora": found["lora_dropout"].check()}
+RUNS = {"zero3": {"adamw": KINDS["adamw"], "dora": KINDS["dora"]}}
 
 
-@pytest.mark.parametrize("kind", ["full", "lora"])
-def test_a_fresh_process_opens_it(runs: dict[str, Result], kind: str) -> None:
+@pytest.mark.parametrize("kind", list(RUNS["zero3"]))
+def test_a_fresh_process_opens_it(launcher: Launcher, kind: str) -> None:
     """The last checkpoint's weights are those that the run ended with; the one in the middle has others."""
-    run = runs[kind]
+    run = launcher.many("zero3", RUNS["zero3"])[kind].check()
     assert (run.facts["runs"]["kind"], run.facts["runs"]["world_size"]) == ("zero3", 2)
-    middle, last = (run.directory / "checkpoints" / f"step-{step:08d}" / "model" for step in (STOP, STEPS))
+    middle, last = (folder / "model" for folder in sorted((run.directory / "checkpoints").glob("step-*"))[-2:])
     assert not list(run.directory.rglob("*.bin")) + list(run.directory.rglob("*.pt"))
-    if kind == "full":
+    if kind == "adamw":
         # One file a rank, and an index: that it opens is no accident of a single file.
         assert len(list(last.glob("model-*-of-00002.safetensors"))) == 2
     said = opened(kind, run.directory / "model", last, middle)

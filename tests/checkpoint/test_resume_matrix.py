@@ -1,24 +1,57 @@
 """A run that was stopped and resumed is the run that was not stopped, on the same backend and on any other."""
 
+from typing import Any
+
 import pytest
-from harness import Launcher
-from matrix import BACKENDS, KINDS, TOLERANCE, distance, most_telling, resumed, straight
+from harness import Launcher, Result
+from matrix import BACKENDS, KINDS, SPLITTING, TOLERANCE, distance, kinds, resumed, straight
 
-# Neighbours share launches: two workers would wait for each other.
-pytestmark = pytest.mark.xdist_group("resume")
 
-NAMES = list(BACKENDS)
+def RUNS(launcher: Launcher) -> dict[str, Any]:
+    """What each launch file stops and resumes itself; and of one process, where test_state_transfer.py crosses none."""
+    return {
+        backend: {kind: KINDS[kind] for kind in kinds(backend)} | resumed(launcher, backend, _sources(backend))
+        for backend in BACKENDS
+    }
+
+
+def _sources(backend: str) -> list[str]:
+    return [backend, *(["single"] if backend in SPLITTING else [])]
+
+
+@pytest.fixture(scope="module")
+def back_on_one(launcher: Launcher) -> dict[str, Result]:
+    """What every backend has saved, resumed by one process."""
+    for backend in BACKENDS:
+        straight(launcher, backend)
+    return launcher.many("single", resumed(launcher, "single", list(BACKENDS)[1:]))
 
 
 @pytest.mark.parametrize(
-    ("kind", "target"), [(kind, target) for target in NAMES for kind in KINDS if kind in most_telling(target)]
+    ("kind", "target"),
+    [
+        pytest.param(kind, target, marks=pytest.mark.xdist_group(target))
+        for target in BACKENDS
+        for kind in KINDS
+        if kind in kinds(target)
+    ],
 )
 def test_a_stop_changes_nothing(launcher: Launcher, kind: str, target: str) -> None:
-    before = NAMES[NAMES.index(target) - 1]
-    found = resumed(launcher, target, [target, before], most_telling)
-    own = distance(straight(launcher, target, most_telling)[kind].check(), found[target, kind])
+    found = launcher.many(target, resumed(launcher, target, _sources(target)))
+    own = distance(straight(launcher, target)[kind].check(), found[f"{kind}_from_{target}"].check())
     assert own.bits, f"same backend: {own}"
-    if kind in most_telling(before):
-        other = distance(straight(launcher, "single", most_telling)[kind].check(), found[before, kind])
-        assert other.loss <= TOLERANCE, f"from {before}: {other}"
-        assert other.weights <= TOLERANCE, f"from {before}: {other}"
+    if target in SPLITTING:
+        other = distance(straight(launcher, "single")[kind].check(), found[f"{kind}_from_single"].check())
+        assert max(other.loss, other.weights) <= TOLERANCE, other
+
+
+@pytest.mark.xdist_group("resume")
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [(kind, source) for source in list(BACKENDS)[1:] for kind in KINDS if kind in kinds(source)],
+)
+def test_one_process_resumes_what_others_saved(
+    launcher: Launcher, back_on_one: dict[str, Result], kind: str, source: str
+) -> None:
+    other = distance(straight(launcher, "single")[kind].check(), back_on_one[f"{kind}_from_{source}"].check())
+    assert max(other.loss, other.weights) <= TOLERANCE, other

@@ -124,25 +124,32 @@ FAULTY = {
 }
 
 
+PACKED = {**small(), "data": base()["data"]}
+RUNS: dict[str, dict[str, Any]] = {
+    "single": {"none+bf16": FAULTY["none+bf16"]},
+    "ddp": FAULTY,
+    **{
+        config: {f"{fault}+fp32": PACKED for fault in ("none", *SPLIT) if SPLIT.get(fault, config) == config}
+        for config in ("sp", "tp")
+    },
+}
+
+
 @pytest.fixture(scope="module")
 def faulty(launcher: Launcher) -> dict[str, Result]:
-    return launcher.many("ddp", FAULTY, env={"FAULTS_BY_NAME": "1"})
+    return launcher.many("ddp", FAULTY)
 
 
 @pytest.mark.parametrize(("fault", "precision"), CAUGHT)
 def test_every_fault_is_caught(launcher: Launcher, faulty: dict[str, Result], fault: str, precision: str) -> None:
+    if fault in SPLIT:
+        faulty = launcher.many(SPLIT[fault], RUNS[SPLIT[fault]])
     if fault == "lost-sum":
         # The run itself sees that its ranks part.
-        job = {**small(), "data": base()["data"]}
-        run = launcher.many("tp", {f"{fault}+{precision}": job}, env={"FAULTS_BY_NAME": "1"})[f"{fault}+{precision}"]
+        run = faulty[f"{fault}+{precision}"]
         assert run.code == 2
         assert CAUGHT[fault, precision] in run.output
         return
-    if fault in SPLIT:
-        launched = [name for name in ("none", *SPLIT) if SPLIT.get(name, SPLIT[fault]) == SPLIT[fault]]
-        some = [name for name in launched if name != "lost-sum"]
-        packed = {f"{name}+fp32": {**small(), "data": base()["data"]} for name in some}
-        faulty = launcher.many(SPLIT[fault], packed, env={"FAULTS_BY_NAME": "1"})
     good = read_finished(faulty[f"none+{precision}"].check().directory)
     bad = compare_runs(good, read_finished(faulty[f"{fault}+{precision}"].check().directory))
     assert not bad.holds
@@ -154,7 +161,7 @@ def test_all_faults_are_tested() -> None:
 
 
 def test_another_backend_in_bf16_is_on_the_path(launcher: Launcher, faulty: dict[str, Result]) -> None:
-    single = launcher.many("single", {"none+bf16": FAULTY["none+bf16"]})["none+bf16"].check()
+    single = launcher.many("single", RUNS["single"])["none+bf16"].check()
     found = compare_runs(read_finished(single.directory), read_finished(faulty["none+bf16"].directory))
     assert found.holds, found.reasons
     assert found.allowed.kind == "16 bit"

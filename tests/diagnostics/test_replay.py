@@ -28,9 +28,12 @@ JOB = base(
 )
 
 
+RUNS = {"fsdp": {"replayed": JOB}}
+
+
 @pytest.fixture(scope="module")
 def sharded(launcher: Launcher) -> Result:
-    return launcher.one("fsdp", JOB).check()
+    return launcher.many("fsdp", RUNS["fsdp"])["replayed"].check()
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,7 @@ import pytest
 import torch
 from forkserver import ForkServer
 from harness import ROOT, Launcher
-from matrix import KEPT
-from recipes_for_tests import GPT2, LLAMA, base
+from recipes_for_tests import GPT2, LLAMA, PARITY, base
 from split_tokens_worker import CASES
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
@@ -40,17 +39,22 @@ def test_gradients_are_those_of_a_whole_network(compared: list[dict[str, Any]], 
         assert max(rank[case]) < 1e-5
 
 
+SGD_RUN = PARITY["sgd"]
+RUNS = {"fsdp_tp": {"sgd": SGD_RUN}, "tp": {"drift+sgd": {**SGD_RUN, "length": {"steps": 2}}}}
+
+
+@pytest.mark.xdist_group("fsdp_tp")
 def test_shares_are_those_of_split_layers(launcher: Launcher) -> None:
-    runs = launcher.one("fsdp_tp", KEPT).check().facts["runs"]
+    runs = launcher.many("fsdp_tp", RUNS["fsdp_tp"])["sgd"].check().facts["runs"]
     assert runs["mesh"] == {"data": 2, "sequence": 1, "tensor": 2}
     assert {runs["shares"][f"{name}.weight"] for name in ("q_proj", "o_proj", "up_proj", "down_proj")} == {0.25}
     assert {runs["shares"][f"{name}.weight"] for name in ("embed_tokens", "lm_head", "norm")} == {0.5}
 
 
-@pytest.mark.xdist_group("split")
+@pytest.mark.xdist_group("tp")
 def test_copies_that_drift_apart_are_seen_when_they_are_saved(launcher: Launcher) -> None:
     # Before the weights of the first steps are compared.
-    run = launcher.one("tp", {**KEPT, "length": {"steps": 2}}, env={"FAULT": "drift"})
+    run = launcher.many("tp", RUNS["tp"])["drift+sgd"]
     assert run.code == 2
     assert "Ranks that share layers (tp_size) have come to hold different values" in run.output
     assert not list((run.directory / "checkpoints").glob("step-*"))

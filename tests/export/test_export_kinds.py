@@ -41,11 +41,12 @@ JOBS = {
     "full": base(model={"config": ARCHITECTURES["mixtral"]["model"]["config"]}, **SHORT),
     "lora": {**base(lora={"rank": 4, "dora": True}, **SHORT), "model": {"name": MODEL}},
 }
+RUNS = dict.fromkeys(("fsdp", "zero3"), JOBS)
 
 
 @pytest.mark.parametrize("name", list(JOBS))
 @pytest.mark.parametrize(
-    "backend", [pytest.param(name, marks=pytest.mark.xdist_group(f"export_{name}")) for name in ("fsdp", "zero3")]
+    "backend", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in ("fsdp", "zero3")]
 )
 def test_checkpoints_of_two_processes(launcher: Launcher, tmp_path: Path, backend: str, name: str) -> None:
     """Their last one says what the run said; an earlier one is another network."""

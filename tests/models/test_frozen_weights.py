@@ -238,8 +238,12 @@ def jobs_for(folder: Path) -> dict[str, Any]:
     }
 
 
+def RUNS(launcher: Launcher) -> dict[str, Any]:
+    return dict.fromkeys(("single", "ddp", "fsdp", "zero2", "zero3"), jobs_for(launcher.shared / "stored"))
+
+
 PAIRS = [
-    pytest.param(backend, name, marks=pytest.mark.xdist_group(f"frozen_{backend}"))
+    pytest.param(backend, name, marks=pytest.mark.xdist_group(backend))
     for backend in ("ddp", "fsdp", "zero2", "zero3")
     for name in ("stored", "stored_bf16", "int8", "freeze")
 ]

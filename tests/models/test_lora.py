@@ -10,9 +10,8 @@ import pytest
 import torch
 from harness import Launcher, Result, assert_near_in_bf16, assert_same_path
 from ranks import Place, assert_refused, start
-from recipes_for_tests import ARCHITECTURES, MODEL, base, stories
+from recipes_for_tests import ADAPTERS, ADAPTERS_EVERYWHERE, MODEL, TALKS, adapted, base, stories
 from safetensors.torch import save_file
-from testdata import CONVERSATIONS
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
@@ -31,88 +30,9 @@ from finetune.tasks.task_lookup import find_task
 from finetune.training import dry_run
 from finetune.utils.errors import RecipeError
 
-
-def job(model: dict[str, Any], lora: dict[str, Any], **sections: Any) -> dict[str, Any]:
-    """Adapters on lower-cased stories, which a model that knows stories does not know."""
-    defaults = {
-        "data": {
-            "train": stories("train", limit=100),
-            "validation": stories("validation", limit=2),
-            "sequence_length": 64,
-            "lowercase": True,
-        },
-        # `B` begins at zero, and with it the gradient of `A`: a small eps would divide noise by noise.
-        "optim": {"name": "AdamW", "lr": 2e-3, "args": {"eps": 1e-5}},
-        "length": {"steps": 3},
-    }
-    return {**base(lora=lora, **{**defaults, **sections}), "model": model}
-
-
-def shape(name: str) -> dict[str, Any]:
-    return {"config": ARCHITECTURES[name]["model"]["config"]}
-
-
-UNTIED = base()["model"]
-# One that widens and one that narrows: `plain` and `nf4` show that every linear module takes adapters.
-TWO = {"targets": ["q_proj", "down_proj"]}
-EVERYWHERE = {
-    "plain": job(
-        {"name": MODEL},
-        {"rank": 8, "alpha": 16},
-        sample={"prompt": "once", "max_new_tokens": 8},
-    ),
-    "dora": job({"name": MODEL, "gradient_checkpointing": True}, {"rank": 4, "dora": True, "dropout": 0.2, **TWO}),
-    # Evaluated on the way: that must leave the quantized weights as they are.
-    "nf4": job({"name": MODEL, "quantization": "nf4"}, {"rank": 8, "dropout": 0.1}, eval={"every_steps": 2}),
-}
-SOME = {
-    **EVERYWHERE,
-    "whole": job(
-        {**UNTIED, "gradient_checkpointing": True},
-        {
-            "rank": 4,
-            "dropout": 0.2,
-            "rslora": True,
-            "targets": r".*\.q_proj|.*\.1\.mlp\..*",
-            "save_modules": ["lm_head", "embed_tokens", "norm"],
-        },
-    ),
-    "gpt2": job(shape("gpt2"), {"rank": 4, "init": "pissa"}),
-    "qwen3": job(shape("qwen3"), {"rank": 4, "init": "orthogonal", "targets": ["q_proj", "mlp.up_proj"]}),
-    # One row cannot be cut in two.
-    "gemma3": job(shape("gemma3"), {"rank": 1, "alpha": 1, "init": "gaussian"}),
-    "bert": {**ARCHITECTURES["bert"], "lora": {"rank": 4}},
-    "bf16": job({"name": MODEL}, {"rank": 4, "targets": ["q_proj", "up_proj"]}, precision="bf16"),
-    "nf4_bf16": job({"name": MODEL, "quantization": "nf4"}, {"rank": 4}, precision="bf16", eval={"every_steps": 2}),
-    "fp4": job(
-        {**UNTIED, "quantization": "fp4", "double_quantization": False, "gradient_checkpointing": True},
-        {"rank": 4, "save_modules": ["lm_head"]},
-    ),
-}
-# Conversations, whose rows have more that is not learned than text has.
-TALK = {
-    "data": {
-        "train": [
-            {"path": str(CONVERSATIONS / "questions.jsonl"), "limit": 24},
-            {"path": str(CONVERSATIONS / "sharegpt.json"), "limit": 24},
-        ],
-        "validation": [{"path": str(CONVERSATIONS / "sharegpt.json"), "limit": 4}],
-        "sequence_length": 256,
-    },
-    "chat": {"template": "plain", "too_long": "cut_right"},
-    "length": {"steps": 4},
-    "eval": {"every_steps": 2},
-    "sample": {"prompt": "Who are you?", "max_new_tokens": 8, "temperature": 0.0},
-}
-TALKS = {
-    "chat": job({"name": MODEL}, {"rank": 8, "dropout": 0.05}, **TALK),
-    "chat_nf4": job(
-        {"name": MODEL, "quantization": "nf4", "gradient_checkpointing": True}, {"rank": 8, "dropout": 0.05}, **TALK
-    ),
-}
 LEARNING = {"train": stories("train", limit=300), "validation": stories("validation", limit=20), "lowercase": True}
 LEARNER = {"model": {"name": MODEL}, "lora": {"rank": 8}, "data": {**LEARNING, "sequence_length": 128}}
-THIN = job(
+THIN = adapted(
     {"name": MODEL},
     {"rank": 4},
     batch={"global_size": 6, "micro_size": 2},
@@ -121,26 +41,31 @@ THIN = job(
 )
 # Which modules and kinds of networks take adapters is the same where weights are whole: DDP and stage 2 share them.
 SHARED = {"ddp": ("qwen3", "gemma3"), "zero2": ("whole", "gpt2", "fp4")}
-JOBS = dict.fromkeys(("fsdp", "zero3"), SOME) | dict.fromkeys(("hsdp", "zero1", "zero3_offload"), EVERYWHERE)
-JOBS |= {name: {k: v for k, v in SOME.items() if k not in left_out} for name, left_out in SHARED.items()}
-JOBS["single"] = {
-    **SOME,
-    "thin": THIN,
-    "knows": job(**LEARNER, length={"steps": 0}),
-    "learns": job(**LEARNER, length={"steps": 90}),
+JOBS = dict.fromkeys(("fsdp", "zero3"), ADAPTERS) | dict.fromkeys(
+    ("hsdp", "zero1", "zero3_offload"), ADAPTERS_EVERYWHERE
+)
+JOBS |= {name: {k: v for k, v in ADAPTERS.items() if k not in left_out} for name, left_out in SHARED.items()}
+JOBS = {name: {**jobs, **(TALKS if name in ("ddp", "fsdp", "zero3") else {})} for name, jobs in JOBS.items()}
+RUNS: dict[str, dict[str, Any]] = {
+    **JOBS,
+    "single": {
+        **ADAPTERS,
+        **TALKS,
+        "knows": adapted(**LEARNER, length={"steps": 0}),
+        "learns": adapted(**LEARNER, length={"steps": 90}),
+        "thin": THIN,
+    },
 }
+RUNS["fsdp"] = {**JOBS["fsdp"], "adapter_seed+plain": ADAPTERS["plain"]}
 PAIRS = [
-    pytest.param(backend, name, marks=pytest.mark.xdist_group(f"lora_{backend}"))
+    pytest.param(backend, name, marks=pytest.mark.xdist_group(backend))
     for backend, jobs in JOBS.items()
-    if backend != "single"
-    # What conversations change is the data: a launch of each kind shows that.
-    for name in (*jobs, *(TALKS if backend in ("ddp", "fsdp", "zero3") else ()))
+    for name in jobs
 ]
 
 
 def launched(launcher: Launcher, backend: str, name: str) -> Result:
-    """A run; conversations have a launch of their own, so that each ends in time on a slow machine."""
-    return launcher.many(backend, TALKS if name in TALKS else JOBS[backend])[name]
+    return launcher.many(backend, {name: RUNS[backend][name]})[name]
 
 
 def digests(run: Result) -> dict[str, dict[str, str]]:
@@ -167,7 +92,7 @@ def test_same_path_on_every_backend(launcher: Launcher, backend: str, name: str)
 
 def test_shards_of_thin_matrices_that_do_not_come_out_even(launcher: Launcher) -> None:
     """On three ranks, of a matrix of four rows one holds nothing."""
-    single = launcher.many("single", JOBS["single"])["thin"]
+    single = launched(launcher, "single", "thin")
     assert_same_path(single, launcher.one("fsdp", THIN, processes=3), 1e-5, weights=5e-5)
 
 
@@ -192,26 +117,23 @@ def test_the_frozen_model_is_sharded_and_the_optimiser_holds_adapters(
     assert runs["parameter_dtypes"] == ["float32"]
 
 
-@pytest.mark.xdist_group("lora_fsdp")
+@pytest.mark.xdist_group("fsdp")
 def test_ranks_with_adapters_of_their_own_are_seen(launcher: Launcher) -> None:
     """The suite must be able to fail: without the seed, FSDP2 trains a mosaic of both ranks' adapters."""
-    some = {"plain": EVERYWHERE["plain"]}
-    broken = launcher.many("fsdp", some, env={"FAULT": "adapter_seed"})["plain"]
-    single = launcher.many("single", JOBS["single"])["plain"]
+    broken, single = launched(launcher, "fsdp", "adapter_seed+plain"), launched(launcher, "single", "plain")
     assert digests(broken)["adapters"] != digests(single)["adapters"]
     with pytest.raises(AssertionError, match=r"(loss|grad_norm) differs"):
         assert_same_path(single, broken, 1e-5)
 
 
-@pytest.mark.xdist_group("lora_single")
+@pytest.mark.xdist_group("single")
 def test_adapters_learn(launcher: Launcher) -> None:
-    runs = launcher.many("single", JOBS["single"])
-    before, after = (runs[name].check().validation() for name in ("knows", "learns"))
+    before, after = (launched(launcher, "single", name).check().validation() for name in ("knows", "learns"))
     assert before > 2.2, "the model should not know lower-cased stories yet"
     assert after < before - 0.4
 
 
-@pytest.mark.xdist_group("lora_single")
+@pytest.mark.xdist_group("single")
 @pytest.mark.parametrize("name", TALKS)
 def test_answers_are_learned_and_nothing_else(launcher: Launcher, name: str) -> None:
     run = launched(launcher, "single", name).check()
@@ -234,19 +156,19 @@ def built(recipe: Recipe) -> nn.Module:
 
 
 def recipe_of(lora: dict[str, Any], model: dict[str, Any] | None = None, **sections: Any) -> Recipe:
-    return validate_recipe(job(model or {"name": MODEL}, lora, **sections))
+    return validate_recipe(adapted(model or {"name": MODEL}, lora, **sections))
 
 
 def trained(network: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in network.named_parameters() if p.requires_grad}
 
 
-@pytest.mark.parametrize("name", [name for name in SOME if name != "bert"])
+@pytest.mark.parametrize("name", [name for name in ADAPTERS if name != "bert"])
 def test_plain_peft_opens_what_is_written(name: str, tmp_path: Path) -> None:
     """A folder with our configuration and our keys gives the logits that the network itself gives."""
     from peft import PeftModel
 
-    recipe = validate_recipe(SOME[name])
+    recipe = validate_recipe(ADAPTERS[name])
     network = built(recipe).eval()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -277,7 +199,7 @@ def test_the_adapted_network_begins_as_the_model(init: str) -> None:
             causal_lm_logits(built(r).eval(), {"input_ids": ids})
             for r in (
                 recipe_of({"init": init}),
-                validate_recipe(job({"name": MODEL}, {})).model_copy(update={"lora": None}),
+                validate_recipe(adapted({"name": MODEL}, {})).model_copy(update={"lora": None}),
             )
         )
     torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-4)
@@ -307,7 +229,7 @@ def test_gradient_checkpointing_changes_no_gradient() -> None:
 
 
 def test_lengths_and_embeddings_are_not_decayed() -> None:
-    network = built(recipe_of({"dora": True, "save_modules": ["embed_tokens", "lm_head", "norm"]}, UNTIED))
+    network = built(recipe_of({"dora": True, "save_modules": ["embed_tokens", "lm_head", "norm"]}, base()["model"]))
     decayed, plain = parameter_groups(ForwardWrapper(network), 0.1)
     names = {id(p): name for name, p in trained(network).items()}
     ends = [
@@ -322,7 +244,7 @@ def test_lengths_and_embeddings_are_not_decayed() -> None:
 
 @pytest.mark.parametrize("lora", [{"rank": 3}, {"rank": 2, "dora": True}, {"rank": 2, "save_modules": ["lm_head"]}])
 def test_dry_run_counts(lora: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = recipe_of(lora, {"config": {**UNTIED["config"], "vocab_size": 512}})
+    recipe = recipe_of(lora, {"config": {**base()["model"]["config"], "vocab_size": 512}})
     network = built(recipe)
     base_parameters = sum(p.numel() for p in built(recipe.model_copy(update={"lora": None})).parameters())
     # Attention's four matrices and the MLP's three, in two layers: in, out.
@@ -352,7 +274,7 @@ def test_parameters_of_llama_2(width: int, inner: int, layers: int, expected: in
 
 
 def test_a_classifiers_head_is_trained_whole() -> None:
-    recipe = validate_recipe(SOME["bert"])
+    recipe = validate_recipe(ADAPTERS["bert"])
     config = resolve_model_config(recipe, HEAD, vocab_size=512, num_labels=7)
     names = trained(build_model(recipe, config, HEAD))
     assert "base_model.model.classifier.modules_to_save.default.weight" in names

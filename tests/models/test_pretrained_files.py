@@ -470,9 +470,7 @@ def parted(folder: Path) -> Path:
     return spoil(made(folder / "tied", "llama", tie_word_embeddings=True), folder / "parted", add)
 
 
-@pytest.mark.parametrize("backend", [pytest.param(b, marks=pytest.mark.xdist_group(b)) for b in TIED])
-def test_ends_that_differ_in_the_file_are_trained_and_written_as_two(launcher: Launcher, backend: str) -> None:
-    """What transformers itself computes with the file is where every backend starts; `model/` is what it trained."""
+def RUNS(launcher: Launcher) -> dict[str, Any]:
     folder = launcher.shared / "parted-ends"
     with FileLock(f"{folder}.lock"):
         if not folder.exists():
@@ -480,11 +478,19 @@ def test_ends_that_differ_in_the_file_are_trained_and_written_as_two(launcher: L
     tree = recipe_of(folder / "parted").model_dump(mode="json", exclude_unset=True)
     tree |= {"batch": {"global_size": 4, "micro_size": 2}, "length": {"steps": 2}, "log": {"every_steps": 1}}
     tree["data"] |= {"validation": stories("validation", limit=4)}
-    run = launcher.one(backend, tree).check()
+    return {key: {"parted": tree, "parted_as_it_is": {**tree, "length": {"steps": 0}}} for key in TIED}
+
+
+@pytest.mark.parametrize("backend", [pytest.param(b, marks=pytest.mark.xdist_group(b)) for b in TIED])
+def test_ends_that_differ_in_the_file_are_trained_and_written_as_two(launcher: Launcher, backend: str) -> None:
+    """What transformers itself computes with the file is where every backend starts; `model/` is what it trained."""
+    folder, jobs = launcher.shared / "parted-ends", RUNS(launcher)[backend]
+    tree, runs = jobs["parted"], launcher.many(backend, jobs)
+    run = runs["parted"].check()
     wrong = run_losses(folder / "parted", launcher, tree, tied=True)
     right = run_losses(folder / "parted", launcher, tree, tied=False)
     assert abs(wrong - right) > 1e-2
-    evaluated = launcher.one(backend, {**tree, "length": {"steps": 0}}).check()
+    evaluated = runs["parted_as_it_is"].check()
     assert evaluated.validation() == pytest.approx(right, rel=1e-5)
     config = json.loads((run.directory / "model" / "config.json").read_text())
     assert config["tie_word_embeddings"] is False

@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -137,51 +137,132 @@ def commands(folder: Path, python: str) -> Path:
     return made
 
 
+MARK = "\x1e"
+"""Begins the line that `many.py` prints before each run."""
+
+Recipes = dict[str, dict[str, Any]]
+
+
 class Launcher:
-    """Launches recipes; the same launch of the same recipes happens once a session, whichever worker asks.
+    """Launches recipes; a recipe runs once a session under a launch file, whichever tests and workers ask.
+
+    The first test that asks for a run under a launch file has all runs launched that the session's tests read under
+    it, in one launch: starting up is most of a short run's time. Such a run is named in `RUNS` of the test's module:
+    recipes by launch file and name, or a function of this launcher that returns them.
 
     Args:
         shared: A folder for what the runs leave.
         launch: Runs a launch to its end: `launch_really`, or `forkserver.ForkServer.launch`, which is quicker.
+        modules: The modules of the session's tests.
     """
 
-    def __init__(self, shared: Path, launch: Callable[..., tuple[int, str]]) -> None:
-        self.shared, self.launch = shared, launch
+    def __init__(self, shared: Path, launch: Callable[..., tuple[int, str]], modules: Iterable[Any] = ()) -> None:
+        self.shared, self.launch, self.modules = shared, launch, modules
+        shared.mkdir(parents=True, exist_ok=True)
+
+    @functools.cached_property
+    def atlas(self) -> dict[str, Recipes]:
+        """All runs of the session's tests, by launch file and by `NAME-DIGEST`."""
+        found: dict[str, Recipes] = {}
+        for module in self.modules:
+            runs = getattr(module, "RUNS", {})
+            for config, jobs in (runs(self) if callable(runs) else runs).items():
+                found.setdefault(config, {}).update({self._key(name, recipe): recipe for name, recipe in jobs.items()})
+        return found
 
     def many(
         self,
         config: str | Path,
-        jobs: dict[str, dict[str, Any]],
+        jobs: Recipes,
         *,
         processes: int | None = None,
         env: dict[str, str] | None = None,
     ) -> dict[str, Result]:
-        """Runs several recipes, one after the other, in one launch (starting up is most of a short run's time)."""
-        identity = json.dumps(
-            [str(config), Path(config).read_text() if isinstance(config, Path) else "", jobs, processes, env],
-            sort_keys=True,
-            default=str,
-        )
-        folder = self.shared / hashlib.sha256(identity.encode()).hexdigest()[:16]
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{folder}.lock"):
-            if not (folder / "done.json").exists():
-                shutil.rmtree(folder, ignore_errors=True)
-                folder.mkdir()
-                for name, recipe in jobs.items():
-                    recipe = {**recipe, "output": {**recipe.get("output", {}), "dir": str(folder / name)}}
-                    if ":" not in recipe.get("task", {}).get("name", ""):
-                        recipe["data"] = {"cache_dir": str(self.shared / "cache"), **recipe.get("data", {})}
-                    (folder / f"{name}.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
-                names = [str(folder / f"{name}.yaml") for name in jobs]
-                code, output = self.launch(config, *names, script="tests/support/many.py", processes=processes, env=env)
-                (folder / "done.json").write_text(json.dumps([code, output]))
-            code, output = json.loads((folder / "done.json").read_text())
-        return {name: Result(code, output, folder / name) for name in jobs}
+        """Runs several recipes, one after the other, in one launch.
+
+        A run that fails ends its launch; those after it are launched again.
+        """
+        place = self._place(config, processes, env)
+        wanted = {self._key(name, recipe): recipe for name, recipe in jobs.items()}
+        shared_by_all = place.name in self.atlas
+        if shared_by_all and place.name != "single" and "single" in self.atlas:
+            # What the others are compared with, and resume from.
+            self.many("single", {})
+        with FileLock(f"{place}.lock"):
+            if shared_by_all and not (place / "atlas").exists():
+                self._launch(config, place, {**self.atlas[place.name], **wanted}, processes, env)
+                (place / "atlas").touch()
+            else:
+                self._launch(config, place, wanted, processes, env)
+        return {name: self._result(place / self._key(name, recipe)) for name, recipe in jobs.items()}
+
+    def everything(self, config: str) -> dict[str, Result]:
+        """All runs of the session's tests under a launch file that came to their end, by `NAME-DIGEST`."""
+        self.many(config, {})
+        place = self._place(config, None, None)
+        return {key: run for key in self.atlas[config] if (run := self._result(place / key)).code == 0}
 
     def one(self, config: str | Path, recipe: dict[str, Any], **options: Any) -> Result:
         """Runs one recipe."""
         return self.many(config, {"run": recipe}, **options)["run"]
+
+    def directory(self, config: str, name: str, recipe: dict[str, Any]) -> Path:
+        """The run directory that a recipe of `RUNS` has or will have."""
+        return self._place(config, None, None) / self._key(name, recipe) / name
+
+    def _place(self, config: str | Path, processes: int | None, env: dict[str, str] | None) -> Path:
+        if isinstance(config, str) and processes is None and env is None:
+            return self.shared / config
+        text = Path(config).read_text() if isinstance(config, Path) else ""
+        identity = json.dumps([str(config), text, processes, env], sort_keys=True)
+        return self.shared / f"{Path(config).stem}-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"
+
+    @staticmethod
+    def _key(name: str, recipe: dict[str, Any]) -> str:
+        text = json.dumps(recipe, sort_keys=True, default=str)
+        return f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+    @staticmethod
+    def _result(folder: Path) -> Result:
+        code, output = json.loads((folder / "done.json").read_text())
+        return Result(code, output, folder / folder.name.rpartition("-")[0])
+
+    def _launch(
+        self, config: str | Path, place: Path, runs: Recipes, processes: int | None, env: dict[str, str] | None
+    ) -> None:
+        """Launches what has not run yet."""
+        while missing := [place / key for key in runs if not (place / key / "done.json").exists()]:
+            files = [self._write(folder, runs[folder.name]) for folder in missing]
+            code, output = self.launch(config, *files, script="tests/support/many.py", processes=processes, env=env)
+            printed = _by_run(output)
+            for folder in missing:
+                ended = code == 0 or (folder / "ended").exists()
+                said = printed.get(folder.name, "")
+                text = json.dumps([0, said] if ended else [code, said or output])
+                (folder / "done.json").write_text(text)
+                if not ended:
+                    break
+
+    def _write(self, folder: Path, recipe: dict[str, Any]) -> str:
+        """Writes a recipe whose run directory is in the folder; returns its file."""
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        name = folder.name.rpartition("-")[0]
+        recipe = {**recipe, "output": {**recipe.get("output", {}), "dir": str(folder / name)}}
+        if ":" not in recipe.get("task", {}).get("name", ""):
+            recipe["data"] = {"cache_dir": str(self.shared / "cache"), **recipe.get("data", {})}
+        file = folder / f"{name}.yaml"
+        file.write_text(yaml.safe_dump(recipe, sort_keys=False))
+        return str(file)
+
+
+def _by_run(output: str) -> dict[str, str]:
+    """What was printed of each run, by the name of its folder; ranks print one after the other."""
+    printed: dict[str, str] = {}
+    for part in output.split(MARK)[1:]:
+        name, _, text = part.partition("\n")
+        printed[name] = printed.get(name, "") + text
+    return printed
 
 
 def assert_same_path(one: Result, other: Result, tolerance: float, *, weights: float | None = None) -> None:

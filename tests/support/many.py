@@ -1,7 +1,7 @@
 """Runs several recipes in one process, one after the other; what `harness.Launcher.many` launches.
 
-The variable FAULT breaks the loop on purpose, so that tests can see the suite fail. With FAULTS_BY_NAME a recipe is
-broken by the fault of `finetune.diagnostics.fault_injection` that its file is named after, up to a `+`.
+A run whose file is named `FAULT+…` has a fault on purpose, so that tests can see the suite fail: one of
+`finetune.diagnostics.fault_injection`, or one of `_faults`.
 """
 
 import gc
@@ -13,9 +13,11 @@ from contextlib import nullcontext, suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from accelerate.state import AcceleratorState, GradientState
+from harness import MARK
 
 from finetune.config.recipe import load_recipe
 from finetune.diagnostics.fault_injection import FAULTS, plant_fault
@@ -32,69 +34,68 @@ from finetune.utils.errors import FinetuneError
 from finetune.utils.library_imports import silence_libraries
 
 
-def plant(fault: str) -> None:
-    window, total = Backend.forward_backward, Backend.all_reduce_sum
-    if fault in ("rank_factor", "accumulation_factor"):
+def _faults(name: str) -> dict[str, tuple[Any, str, Any]]:
+    """What of the loop each fault replaces: the object, its attribute, and what stands there instead."""
+    window, total, step, prepare = Backend.forward_backward, Backend.all_reduce_sum, Backend.step, Backend.prepare
+    attach = lora_adapters.attach
 
-        def divided(self: Backend, model: Any, loss_sum: Any, batches: Any, scaled: Any) -> Any:
-            factor = self.world_size if fault == "rank_factor" else self.accumulation
-            return window(self, model, loss_sum, batches, lambda loss: scaled(loss) / factor)
+    def divided(self: Backend, model: Any, loss_sum: Any, batches: Any, scaled: Any) -> Any:
+        factor = self.world_size if name == "rank_factor" else self.accumulation
+        return window(self, model, loss_sum, batches, lambda loss: scaled(loss) / factor)
 
-        Backend.forward_backward = divided
-    elif fault == "mean_of_means":
+    def own_mean(self: Backend, values: Any) -> Any:
+        targets = values.flatten()[0] * self.world_size  # The sum is in place.
+        summed = total(self, values)
+        if summed.numel() == len(fields(StepSync)):
+            summed[0] = targets
+        return summed
+
+    def drifts(self: Backend, optimizer: Any, norm: torch.Tensor) -> None:
+        step(self, optimizer, norm)
+        norms = [p for name, p in self.model.named_parameters() if name.endswith("model.norm.weight")]
+        norms[0].data += 1e-6 * self.rank
+
+    def thaws(self: Backend, optimizer: Any, norm: torch.Tensor) -> None:
+        step(self, optimizer, norm)
+        frozen = next(p for n, p in self.model.named_parameters() if "q_proj.base_layer" in n)
+        if self.rank == self.world_size - 1:
+            local(getattr(frozen, "ds_tensor", frozen).data).view(torch.uint8)[..., -1] ^= 1
+
+    def without_gradient(self: Backend, model: Any, optimizer: Any, splits: Any) -> Any:
+        norm = next(m for n, m in model.named_modules() if n.endswith("layers.0.input_layernorm"))
+        forward = norm.forward
+        norm.forward = lambda states: states + 0 * forward(states)
+        return prepare(self, model, optimizer, splits)
+
+    def own_seed(network: Any, recipe: Any, head: Any = None) -> Any:
+        seed = recipe.seed + int(os.environ.get("RANK", "0"))
+        return attach(network, recipe.model_copy(update={"seed": seed}), head)
+
+    return {
+        # The gradient lacks a factor.
+        "rank_factor": (Backend, "forward_backward", divided),
+        "accumulation_factor": (Backend, "forward_backward", divided),
         # Every rank divides by its own targets, as if all had equally many.
-        def own(self: Backend, values: Any) -> Any:
-            targets = values.flatten()[0] * self.world_size  # The sum is in place.
-            summed = total(self, values)
-            if summed.numel() == len(fields(StepSync)):
-                summed[0] = targets
-            return summed
-
-        Backend.all_reduce_sum = own
-    elif fault == "drift":
+        "mean_of_means": (Backend, "all_reduce_sum", own_mean),
         # A rank's copy of what it shares with others becomes another one.
-        step = Backend.step
-
-        def drifts(self: Backend, optimizer: Any, norm: torch.Tensor) -> None:
-            step(self, optimizer, norm)
-            norms = [p for name, p in self.model.named_parameters() if name.endswith("model.norm.weight")]
-            norms[0].data += 1e-6 * self.rank
-
-        Backend.step = drifts
-    elif fault == "stuck":
-        # No gradient reaches a tensor.
-        prepare = Backend.prepare
-
-        def prepared(self: Backend, model: Any, optimizer: Any, splits: Any) -> Any:
-            norm = next(m for n, m in model.named_modules() if n.endswith("layers.0.input_layernorm"))
-            forward = norm.forward
-
-            def without_gradient(states: torch.Tensor) -> torch.Tensor:
-                return states + 0 * forward(states)
-
-            norm.forward = without_gradient
-            return prepare(self, model, optimizer, splits)
-
-        Backend.prepare = prepared
-    elif fault == "lost_steps":
-        Backend.step = lambda self, optimizer, norm: None
-    elif fault == "thawed":
+        "drift": (Backend, "step", drifts),
         # A weight that is not trained changes on one rank.
-        taken = Backend.step
-
-        def thaws(self: Backend, optimizer: Any, norm: torch.Tensor) -> None:
-            taken(self, optimizer, norm)
-            frozen = next(p for n, p in self.model.named_parameters() if "q_proj.base_layer" in n)
-            if self.rank == self.world_size - 1:
-                local(getattr(frozen, "ds_tensor", frozen).data).view(torch.uint8)[..., -1] ^= 1
-
-        Backend.step = thaws
-    elif fault == "adapter_seed":
+        "thawed": (Backend, "step", thaws),
+        "lost_steps": (Backend, "step", lambda self, optimizer, norm: None),
+        # No gradient reaches a tensor.
+        "stuck": (Backend, "prepare", without_gradient),
         # Every rank draws adapters of its own.
-        attach, rank = lora_adapters.attach, int(os.environ.get("RANK", "0"))
-        lora_adapters.attach = lambda network, recipe, head=None: attach(
-            network, recipe.model_copy(update={"seed": recipe.seed + rank}), head
-        )
+        "adapter_seed": (lora_adapters, "attach", own_seed),
+    }
+
+
+def broken(name: str) -> Any:
+    """A context in which the loop has the fault that a run is named after, up to a `+`, if any."""
+    fault, named, _ = name.partition("+")
+    if named and fault in FAULTS:
+        return plant_fault(fault)
+    replaced = _faults(fault)
+    return mock.patch.object(*replaced[fault]) if named and fault in replaced else nullcontext()
 
 
 def digests(run: BuiltRun, trained: bool) -> dict[str, str]:
@@ -132,27 +133,27 @@ def gloo_workers() -> dict[str, int]:
 
 def main(paths: list[str]) -> None:
     silence_libraries()
-    plant(os.environ.get("FAULT", ""))
     run = None
     for path in paths:
+        for stream in (sys.stdout, sys.stderr):
+            print(f"{MARK}{Path(path).parent.name}", file=stream, flush=True)
         try:
-            fault = Path(path).stem.partition("+")[0]
-            asked = "FAULTS_BY_NAME" in os.environ and fault in FAULTS
-            with plant_fault(fault) if asked else nullcontext():
+            with broken(Path(path).stem):
                 run = build_run(load_recipe(path))
                 train_watched(run)
         except FinetuneError as error:
             exit_codes.print_error(error)
             exit_codes.exit_with(exit_codes.USER_ERROR)
         run.backend.barrier()
+        if run.backend.is_main:
+            (Path(path).parent / "gloo.json").write_text(json.dumps(gloo_workers()))
+            (Path(path).parent / "ended").touch()
         # Accelerate keeps its state for the life of a process; the process group can stay.
         if path != paths[-1]:
             del run
             gc.collect()
             AcceleratorState._reset_state(reset_partial_state=True)
             GradientState._reset_state()
-    if run.backend.is_main:
-        (run.directory.path.parent / "gloo.json").write_text(json.dumps(gloo_workers()))
     run.backend.close()
     exit_codes.exit_with(0)
 

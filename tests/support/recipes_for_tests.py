@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from testdata import MODEL, stories
+from testdata import CONVERSATIONS, MODEL, stories
 
 LLAMA = {
     "model_type": "llama",
@@ -45,6 +45,12 @@ SGD = {"name": "SGD", "lr": 0.5, "weight_decay": 0.0, "clip_norm": None}
 _DATA = base()["data"]
 _SHORT = {"length": {"steps": 6}, "eval": {"at_end": False}}
 
+
+def keeping(every_steps: int) -> dict[str, Any]:
+    """Checkpoints from which other runs resume."""
+    return {"every_steps": every_steps, "every_minutes": None, "keep": 9}
+
+
 # The same run under every launch file; each name is one thing that could part them.
 PARITY = {
     "adamw": base(
@@ -52,8 +58,14 @@ PARITY = {
         length={"steps": 14},
         eval={"every_steps": 7, "micro_size": 3},
         sample={"prompt": "Once", "max_new_tokens": 12, "every_steps": 7},
+        checkpoint=keeping(7),
     ),
-    "sgd": base(optim={**SGD, "args": {}}, schedule={"name": "constant", "warmup_steps": 0}, **_SHORT),
+    "sgd": base(
+        optim={**SGD, "args": {}},
+        schedule={"name": "constant", "warmup_steps": 0},
+        checkpoint=keeping(3),
+        **_SHORT,
+    ),
     "padded": base(data={**_DATA, "packing": "padded"}, **_SHORT),
     "wrapped": base(data={**_DATA, "packing": "wrapped", "last_batch": "drop"}, **_SHORT),
     # Slow where a CPU has no instructions for it.
@@ -141,6 +153,8 @@ def _architectures() -> dict[str, dict[str, Any]]:
         },
         length={"steps": 3},
     )
+    # Neither gradients nor state come out even over ranks.
+    jobs["uneven"] = base(model={"config": UNEVEN}, optim={"name": "SGD", "lr": 0.1, "args": {"momentum": 0.9}}, **few)
     jobs["mlp"] = base(task={"name": "own_task:mlp", "args": {"dropout": 0.1}}, **{**few, "data": {}})
     jobs["mlp_from_meta"] = base(task={"name": "own_task:mlp", "args": {"meta": True}}, **{**few, "data": {}})
     return jobs
@@ -152,7 +166,12 @@ ARCHITECTURES = _architectures()
 
 # Runs whose rows or layers are split over ranks, which draw other dropout masks than one process does.
 _BRIEF = {"length": {"steps": 4}, "eval": {"at_end": True}}
-_ADAPTERS: dict[str, Any] = {"model": {"name": MODEL, "config": None}, "tokenizer": {}, "lora": {"rank": 4}, **_BRIEF}
+_FOUR_STEPS_OF_LORA: dict[str, Any] = {
+    "model": {"name": MODEL, "config": None},
+    "tokenizer": {},
+    "lora": {"rank": 4},
+    **_BRIEF,
+}
 _EITHER: dict[str, dict[str, Any]] = {
     **{name: ARCHITECTURES[name] for name in ("qwen3", "gemma3", "mixtral")},
     "checkpointed": {
@@ -161,7 +180,7 @@ _EITHER: dict[str, dict[str, Any]] = {
     },
     # 8 of 4 micro-batches, at a rate at which a wrong scale of the gradient shows.
     "accumulates": base(batch={"global_size": 8, "micro_size": 1}, optim={**SGD, "args": {}}, **_BRIEF),
-    "lora": base(**_ADAPTERS),
+    "lora": base(**_FOUR_STEPS_OF_LORA, checkpoint=keeping(2)),
     # So wide that each rank has whole blocks of those weights that share a scale.
     "qlora": base(
         model={"config": {**LLAMA, "hidden_size": 128, "intermediate_size": 256}, "quantization": "nf4"},
@@ -190,3 +209,86 @@ SPLIT_LAYERS = {
 }
 SPLIT = {**SPLIT_ROWS, **SPLIT_LAYERS}
 """All of them, which one process runs to be compared with."""
+
+
+def adapted(model: dict[str, Any], lora: dict[str, Any], **sections: Any) -> dict[str, Any]:
+    """Adapters on lower-cased stories, which a model that knows stories does not know."""
+    defaults = {
+        "data": {
+            "train": stories("train", limit=100),
+            "validation": stories("validation", limit=2),
+            "sequence_length": 64,
+            "lowercase": True,
+        },
+        # `B` begins at zero, and with it the gradient of `A`: a small eps would divide noise by noise.
+        "optim": {"name": "AdamW", "lr": 2e-3, "args": {"eps": 1e-5}},
+        "length": {"steps": 3},
+    }
+    return {**base(lora=lora, **{**defaults, **sections}), "model": model}
+
+
+def _shape(name: str) -> dict[str, Any]:
+    return {"config": ARCHITECTURES[name]["model"]["config"]}
+
+
+ADAPTERS_EVERYWHERE = {
+    "plain": adapted(
+        {"name": MODEL},
+        {"rank": 8, "alpha": 16},
+        sample={"prompt": "once", "max_new_tokens": 8},
+    ),
+    # One module that widens and one that narrows: `plain` and `nf4` show that every linear one takes adapters.
+    "dora": adapted(
+        {"name": MODEL, "gradient_checkpointing": True},
+        {"rank": 4, "dora": True, "dropout": 0.2, "targets": ["q_proj", "down_proj"]},
+        checkpoint=keeping(2),
+    ),
+    # Evaluated on the way: that must leave the quantized weights as they are.
+    "nf4": adapted({"name": MODEL, "quantization": "nf4"}, {"rank": 8, "dropout": 0.1}, eval={"every_steps": 2}),
+}
+ADAPTERS = {
+    **ADAPTERS_EVERYWHERE,
+    "whole": adapted(
+        {"config": UNEVEN, "gradient_checkpointing": True},
+        {
+            "rank": 3,
+            "dropout": 0.2,
+            "rslora": True,
+            "targets": r".*\.q_proj|.*\.1\.mlp\..*",
+            "save_modules": ["lm_head", "embed_tokens", "norm"],
+        },
+    ),
+    "gpt2": adapted(_shape("gpt2"), {"rank": 4, "init": "pissa"}),
+    "qwen3": adapted(_shape("qwen3"), {"rank": 4, "init": "orthogonal", "targets": ["q_proj", "mlp.up_proj"]}),
+    # One row cannot be cut in two.
+    "gemma3": adapted(_shape("gemma3"), {"rank": 1, "alpha": 1, "init": "gaussian"}),
+    "bert": {**ARCHITECTURES["bert"], "lora": {"rank": 4}},
+    "bf16": adapted({"name": MODEL}, {"rank": 4, "targets": ["q_proj", "up_proj"]}, precision="bf16"),
+    "nf4_bf16": adapted({"name": MODEL, "quantization": "nf4"}, {"rank": 4}, precision="bf16", eval={"every_steps": 2}),
+    "fp4": adapted(
+        {**base()["model"], "quantization": "fp4", "double_quantization": False, "gradient_checkpointing": True},
+        {"rank": 4, "save_modules": ["lm_head"]},
+    ),
+}
+
+# Conversations, whose rows have more that is not learned than text has.
+TALK = {
+    "data": {
+        "train": [
+            {"path": str(CONVERSATIONS / "questions.jsonl"), "limit": 24},
+            {"path": str(CONVERSATIONS / "sharegpt.json"), "limit": 24},
+        ],
+        "validation": [{"path": str(CONVERSATIONS / "sharegpt.json"), "limit": 4}],
+        "sequence_length": 256,
+    },
+    "chat": {"template": "plain", "too_long": "cut_right"},
+    "length": {"steps": 4},
+    "eval": {"every_steps": 2},
+    "sample": {"prompt": "Who are you?", "max_new_tokens": 8, "temperature": 0.0},
+}
+TALKS = {
+    "chat": adapted({"name": MODEL}, {"rank": 8, "dropout": 0.05}, **TALK),
+    "chat_nf4": adapted(
+        {"name": MODEL, "quantization": "nf4", "gradient_checkpointing": True}, {"rank": 8, "dropout": 0.05}, **TALK
+    ),
+}

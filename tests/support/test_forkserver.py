@@ -23,18 +23,17 @@ TIMES = (
     *("tokens_per_s", "step_s", "data_s", "forward_backward_s", "optimizer_s"),
     *("peak_memory_gib", "mfu", "seconds", "time"),
 )
-JOB = {**PARITY["adamw"], "length": {"steps": 3}, "eval": {"at_end": True}}
+RUNS = {config: {"adamw": PARITY["adamw"]} for config in FILES}
 
 
 def lines(ended: Result) -> list[dict[str, Any]]:
     return [{key: value for key, value in line.items() if key not in TIMES} for line in ended.check().metrics]
 
 
-@pytest.mark.parametrize("config", FILES)
+@pytest.mark.parametrize("config", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in FILES])
 def test_it_takes_the_path_of_a_real_launch_to_the_bit(launcher: Launcher, config: str) -> None:
-    jobs = {"run": {**JOB, "data": {**JOB["data"], "cache_dir": str(launcher.shared / "cache")}}}
-    forked = launcher.many(config, jobs)["run"]
-    real = Launcher(launcher.shared / "really", launch_really).many(config, jobs)["run"]
+    forked = launcher.many(config, RUNS[config])["adamw"]
+    real = Launcher(launcher.shared / "really", launch_really).many(config, RUNS[config])["adamw"]
     assert lines(forked) == lines(real)
     assert forked.weights.keys() == real.weights.keys()
     assert all(torch.equal(tensor, real.weights[name]) for name, tensor in forked.weights.items())

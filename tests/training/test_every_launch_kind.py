@@ -23,11 +23,17 @@ JOBS = {
 }
 
 
+RUNS = {
+    "single": JOBS,
+    **{kind: {name: job for name, job in JOBS.items() if name not in LEFT_OUT.get(kind, ())} for kind in KINDS},
+}
+
+
 def runs(launcher: Launcher, kind: str) -> dict[str, Result]:
-    return launcher.many(kind, {name: job for name, job in JOBS.items() if name not in LEFT_OUT.get(kind, ())})
+    return launcher.many(kind, RUNS[kind])
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.xdist_group(f"short_{kind}")) for kind in KINDS])
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.xdist_group(kind)) for kind in KINDS])
 def test_it_takes_the_single_process_path(launcher: Launcher, kind: str) -> None:
     single = runs(launcher, "single")
     for name, run in runs(launcher, kind).items():
@@ -36,7 +42,7 @@ def test_it_takes_the_single_process_path(launcher: Launcher, kind: str) -> None
         assert found["wrapper"] != single[name].facts["runs"]["wrapper"]
 
 
-@pytest.mark.parametrize("kind", [pytest.param("ddp", marks=pytest.mark.xdist_group("short_ddp"))])
+@pytest.mark.parametrize("kind", [pytest.param("ddp", marks=pytest.mark.xdist_group("ddp"))])
 def test_one_process_of_a_launch_file(launcher: Launcher, kind: str) -> None:
     """What a machine with one GPU, or the rest of an elastic launch, runs of a file for several."""
     jobs = {"full": JOBS["full"]}

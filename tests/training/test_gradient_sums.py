@@ -89,10 +89,13 @@ def test_both_ways_take_the_single_process_path(
 HALVES = {**PARITY["sgd"], "optim": {**PARITY["sgd"]["optim"], "reduce_dtype": "bf16"}, "length": {"steps": 4}}
 
 
-@pytest.mark.parametrize("config", ["ddp", "fsdp", "zero1", "zero2", "zero3", "tp"])
+HALVING = ("ddp", "fsdp", "zero1", "zero2", "zero3", "tp")
+RUNS = {key: {"bf16_sums": HALVES} for key in ("single", *HALVING)}
+
+
+@pytest.mark.parametrize("config", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in HALVING])
 def test_sums_in_bf16_are_near_those_in_fp32(launcher: Launcher, config: str) -> None:
-    single = launcher.one("single", HALVES).check()
-    run = launcher.one(config, HALVES).check()
+    single, run = (launcher.many(name, RUNS[name])["bf16_sums"].check() for name in ("single", config))
     assert run.facts["runs"]["reduce_dtype"] == "bfloat16"
     apart = np.abs(run.series("grad_norm") / single.series("grad_norm") - 1)
     assert 1e-6 < apart.max() < 1e-2

@@ -31,26 +31,25 @@ def test_known_model_scores_its_known_figure(launcher: Launcher, backend: str) -
     assert run.validation() == pytest.approx(1.34142, abs=0.0005)
 
 
-@pytest.mark.xdist_group("lowercase")
+LOWER = {
+    "model": {"name": MODEL},
+    "data": {
+        "train": stories("train", limit=600),
+        "validation": stories("validation", limit=40),
+        "sequence_length": 128,
+        "lowercase": True,
+    },
+    "batch": {"global_size": 16, "micro_size": 8},
+    "optim": {"lr": 2e-3, "weight_decay": 0.0},
+    "schedule": {"warmup_steps": 4},
+    "precision": "fp32",
+}
+RUNS = {"fsdp": {"before": {**LOWER, "length": {"steps": 0}}, "after": {**LOWER, "length": {"steps": 40}}}}
+
+
+@pytest.mark.xdist_group("fsdp")
 def test_fine_tuning_lowers_the_loss_on_lower_cased_stories(launcher: Launcher) -> None:
     """The pretrained model has never seen a lower-cased story; 40 steps teach it."""
-    lower = {
-        "model": {"name": MODEL},
-        "data": {
-            "train": stories("train", limit=600),
-            "validation": stories("validation", limit=40),
-            "sequence_length": 128,
-            "lowercase": True,
-        },
-        "batch": {"global_size": 16, "micro_size": 8},
-        "optim": {"lr": 2e-3, "weight_decay": 0.0},
-        "schedule": {"warmup_steps": 4},
-        "precision": "fp32",
-    }
-    jobs = {
-        "before": {**lower, "length": {"steps": 0}},
-        "after": {**lower, "length": {"steps": 40}},
-    }
-    runs = launcher.many("fsdp", jobs)
+    runs = launcher.many("fsdp", RUNS["fsdp"])
     before, after = (runs[name].check().validation() for name in ("before", "after"))
     assert before - after >= 0.3, (before, after)

@@ -321,6 +321,13 @@ JOBS = {
 ALL = {**JOBS, "early": early_stopping(Path("set by the launcher"))}
 
 
+def marked(*names: str) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in names]
+
+
+RUNS = {**dict.fromkeys(("single", "fsdp", "zero3"), ALL), "tp": {"texts": JOBS["texts"]}}
+
+
 def predictions(run: Result) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run.check().directory / "predictions.jsonl").read_text().splitlines()]
 
@@ -329,8 +336,7 @@ def values(run: Result) -> dict[str, float]:
     return {key: value for key, value in run.facts["results"].items() if key.startswith("validation_")}
 
 
-@pytest.mark.parametrize("backend", ["single", "fsdp", "zero3"])
-@pytest.mark.xdist_group("metrics")
+@pytest.mark.parametrize("backend", marked("single", "fsdp", "zero3"))
 def test_every_backend_predicts_alike(launcher: Launcher, backend: str) -> None:
     single, other = (launcher.many(name, ALL) for name in ("single", backend))
     for name in JOBS:
@@ -346,17 +352,16 @@ def test_every_backend_predicts_alike(launcher: Launcher, backend: str) -> None:
         )
 
 
-@pytest.mark.xdist_group("metrics")
+@pytest.mark.xdist_group("tp")
 def test_ranks_that_share_layers_write_the_same_texts(launcher: Launcher) -> None:
-    single, split = launcher.many("single", ALL)["texts"], launcher.one("tp", JOBS["texts"])
+    single, split = launcher.many("single", ALL)["texts"], launcher.many("tp", RUNS["tp"])["texts"]
     assert predictions(split) == predictions(single)
     assert {name: values(split)[f"validation_{name}"] for name in TEXTS} == {
         name: values(single)[f"validation_{name}"] for name in TEXTS
     }
 
 
-@pytest.mark.parametrize("backend", ["fsdp", "zero3"])
-@pytest.mark.xdist_group("metrics")
+@pytest.mark.parametrize("backend", marked("fsdp", "zero3"))
 def test_all_ranks_end_together(launcher: Launcher, backend: str) -> None:
     wanted, found = (
         launcher.many(name, ALL)["early"].check().facts["results"]["ended_early"] for name in ("single", backend)
@@ -365,7 +370,7 @@ def test_all_ranks_end_together(launcher: Launcher, backend: str) -> None:
     assert found["best"]["value"] == pytest.approx(wanted["best"]["value"], rel=1e-4)
 
 
-@pytest.mark.xdist_group("metrics")
+@pytest.mark.xdist_group("single")
 def test_what_is_written_of_texts(launcher: Launcher) -> None:
     run = launcher.many("single", ALL)["texts"].check()
     lines, found = predictions(run), values(run)
@@ -386,7 +391,7 @@ def test_what_is_written_of_texts(launcher: Launcher) -> None:
         assert tokenizer.decode(theirs[0, ids.shape[1] :], skip_special_tokens=True).strip() == line["prediction"]
 
 
-@pytest.mark.xdist_group("metrics")
+@pytest.mark.xdist_group("single")
 def test_what_is_written_of_classes(launcher: Launcher) -> None:
     run = launcher.many("single", ALL)["classes"].check()
     lines, found = predictions(run), values(run)

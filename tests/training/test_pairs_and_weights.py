@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from filelock import FileLock
 from harness import Launcher, assert_same_path
 from inside import run_here
 from recipes_for_tests import ARCHITECTURES, SGD, base
@@ -76,11 +77,11 @@ def job(source: dict[str, Any], tokenizer: Path, **sections: Any) -> dict[str, A
     return tree
 
 
-@pytest.fixture(scope="session")
-def jobs(launcher: Launcher) -> dict[str, dict[str, Any]]:
+def jobs_of(launcher: Launcher) -> dict[str, dict[str, Any]]:
     folder = launcher.shared / "pairs"
-    folder.mkdir(parents=True, exist_ok=True)
-    source, tokenizer = save_pairs(folder), save_tokenizer(folder / "tokenizer")
+    with FileLock(f"{folder}.lock"):
+        folder.mkdir(exist_ok=True)
+        source, tokenizer = save_pairs(folder), save_tokenizer(folder / "tokenizer")
     sizes = {
         f"micro_{size}": job(source, tokenizer, batch={"global_size": 8, "micro_size": size}) for size in (1, 2, 8)
     }
@@ -90,23 +91,31 @@ def jobs(launcher: Launcher) -> dict[str, dict[str, Any]]:
     return {**sizes, "dropout": job(source, tokenizer)}
 
 
+FEW = ("micro_2", "dropout")
+
+
+def RUNS(launcher: Launcher) -> dict[str, Any]:
+    jobs = jobs_of(launcher)
+    few = {name: jobs[name] for name in FEW}
+    return {"single": jobs, **dict.fromkeys(("ddp", "fsdp", "zero2", "zero3"), few)}
+
+
 BACKENDS = [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in ("ddp", "fsdp", "zero2", "zero3")]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_every_backend_takes_the_single_process_path(
-    launcher: Launcher, jobs: dict[str, dict[str, Any]], backend: str
-) -> None:
+def test_every_backend_takes_the_single_process_path(launcher: Launcher, backend: str) -> None:
     """Weighted losses of pairs."""
-    few = {name: jobs[name] for name in ("micro_2", "dropout")}
-    for name in few:
-        single, other = launcher.many("single", jobs)[name], launcher.many(backend, few)[name]
+    jobs = {name: jobs_of(launcher)[name] for name in FEW}
+    for name in jobs:
+        single, other = launcher.many("single", jobs)[name], launcher.many(backend, jobs)[name]
         assert_same_path(single, other, 1e-4)
         assert single.validation() == pytest.approx(other.validation(), rel=1e-4)
 
 
-def test_micro_batches_change_nothing(launcher: Launcher, jobs: dict[str, dict[str, Any]]) -> None:
-    found = launcher.many("single", jobs)
+@pytest.mark.xdist_group("single")
+def test_micro_batches_change_nothing(launcher: Launcher) -> None:
+    found = launcher.many("single", jobs_of(launcher))
     for name in ("micro_1", "micro_8"):
         assert_same_path(found["micro_2"], found[name], 1e-4)
 

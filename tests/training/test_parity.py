@@ -25,18 +25,27 @@ WHOLE = 65_856 / 139_584
 OFFLOADED = ("zero3_offload", "zero3_nvme")
 
 
-# What parts rows otherwise is run on two processes; here four share two cores.
-FOUR = ("fsdp_sp", "fsdp_tp", "fsdp_tp_sp")
+# How rows are parted otherwise is shown once for each wrapper, and for rows and layers that are split.
+OTHER_ROWS = ("ddp", "fsdp", "zero3", "sp", "tp")
 
 
 def jobs(backend: str) -> dict:
-    left_out = ("sgd",) if backend in OFFLOADED else ("padded", "wrapped") if backend in FOUR else ()
+    left_out = {"sgd"} if backend in OFFLOADED else set()
+    left_out |= set() if backend in OTHER_ROWS else {"padded", "wrapped"}
     return {name: job for name, job in PARITY.items() if name not in left_out}
+
+
+FAULTS = {f"{fault}+padded": PARITY["padded"] for fault in ("rank_factor", "accumulation_factor", "mean_of_means")}
+RUNS = {
+    "single": {**PARITY, **SPLITS, "wide": WIDE},
+    **{backend: jobs(backend) for backend in BACKENDS},
+    "ddp": {**jobs("ddp"), **FAULTS},
+}
 
 
 @pytest.mark.parametrize("backend", EVERY)
 def test_fp32_takes_the_single_process_path(launcher: Launcher, backend: str) -> None:
-    single, other = (launcher.many(name, jobs(name)) for name in ("single", backend))
+    single, other = launcher.many("single", PARITY), launcher.many(backend, jobs(backend))
     for name, run in other.items():
         if name != "bf16":
             assert_same_path(single[name], run, 1e-4)
@@ -135,7 +144,7 @@ def test_nvme_holds_the_state_and_takes_the_same_path(launcher: Launcher, tmp_pa
     launch["deepspeed_config"]["deepspeed_config_file"] = str(tmp_path / "zero3_nvme.json")
     (tmp_path / "zero3_nvme.yaml").write_text(yaml.safe_dump(launch))
     run = launcher.one(tmp_path / "zero3_nvme.yaml", WIDE)
-    assert_same_path(launcher.one("single", WIDE), run, 1e-4)
+    assert_same_path(launcher.many("single", {"wide": WIDE})["wide"], run, 1e-4)
     parameters, optimizer = run.facts["runs"]["on_disk"]
     assert parameters > 0.6
     assert optimizer > 0.9
@@ -148,7 +157,7 @@ def test_nvme_holds_the_state_and_takes_the_same_path(launcher: Launcher, tmp_pa
 
 @pytest.mark.parametrize("packing", ["documents", "padded"])
 @pytest.mark.parametrize("size", [1, 4, 8])
-@pytest.mark.xdist_group("splits")
+@pytest.mark.xdist_group("single")
 def test_micro_batches_change_nothing(launcher: Launcher, packing: str, size: int) -> None:
     runs = launcher.many("single", SPLITS)
     assert_same_path(runs[f"{packing}_micro_2"], runs[f"{packing}_micro_{size}"], 1e-4)
@@ -164,13 +173,12 @@ def test_processes_change_nothing(launcher: Launcher, backend: str, processes: i
         assert_same_path(launcher.many("single", SPLITS)[name], runs[name], 1e-4)
 
 
-@pytest.mark.xdist_group("faults")
-@pytest.mark.parametrize("fault", ["rank_factor", "accumulation_factor", "mean_of_means"])
+@pytest.mark.xdist_group("ddp")
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_wrong_scale_is_seen(launcher: Launcher, fault: str) -> None:
     """The suite must be able to fail: each fault on purpose parts the paths."""
     # SGD, and a document a row: micro-batches have unequal numbers of targets.
-    some = {"padded": PARITY["padded"]}
-    broken = launcher.many("ddp", some, env={"FAULT": fault})["padded"]
+    broken = launcher.many("ddp", FAULTS)[fault]
     with pytest.raises(AssertionError, match=r"(loss|grad_norm) differs"):
         assert_same_path(launcher.many("single", PARITY)["padded"], broken, 1e-4)
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from exports import opened_here
+from filelock import FileLock
 from harness import Launcher, assert_same_path
 from inside import run_here
 from recipes_for_tests import ARCHITECTURES, MODEL, SGD, base
@@ -54,16 +55,21 @@ def job(file: str, **sections: Any) -> dict[str, Any]:
 BACKENDS = [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in ("ddp", "fsdp", "zero3")]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_every_backend_takes_the_single_process_path(launcher: Launcher, backend: str) -> None:
-    launcher.shared.mkdir(parents=True, exist_ok=True)
+def RUNS(launcher: Launcher) -> dict[str, Any]:
     file = launcher.shared / "numbers.jsonl"
+    with FileLock(f"{file}.lock"):
+        if not file.exists():
+            save(file)
     jobs = {
-        "sgd": job(str(file), optim={**SGD, "lr": 0.05, "args": {}}),
+        "numbers": job(str(file), optim={**SGD, "lr": 0.05, "args": {}}),
         "lora": job(str(file), model={"name": MODEL, "config": None}, tokenizer={"name": None}, lora={"rank": 4}),
     }
-    if not file.exists():
-        save(file)
+    return dict.fromkeys(("single", "ddp", "fsdp", "zero3"), jobs)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_backend_takes_the_single_process_path(launcher: Launcher, backend: str) -> None:
+    jobs = RUNS(launcher)[backend]
     for name in jobs:
         single, other = launcher.many("single", jobs)[name], launcher.many(backend, jobs)[name]
         assert_same_path(single, other, 1e-4)

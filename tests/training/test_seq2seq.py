@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from exports import opened_here
+from filelock import FileLock
 from harness import Launcher, assert_same_path
 from inside import run_here, stop_after
 from recipes_for_tests import LLAMA, MODEL, SGD, base
@@ -137,15 +138,14 @@ def test_loss_and_gradients_are_those_of_labels(tmp_path: Path, name: str) -> No
 BACKENDS = [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in ("ddp", "fsdp", "zero3")]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_every_backend_takes_the_single_process_path(launcher: Launcher, backend: str) -> None:
-    """Losses, figures of evaluations, samples, and texts written for prompts, of which ranks have unlike numbers."""
+def RUNS(launcher: Launcher) -> dict[str, Any]:
     place = launcher.shared / "seq2seq"
-    if not place.exists():
-        save(place / "pairs.csv")
-        prompts_of(place / "prompts.jsonl", 3)
-        save_network(place / "bart", BART)
-        part_head(save_network(place / "flan", T5))
+    with FileLock(f"{place}.lock"):
+        if not place.exists():
+            save(place / "pairs.csv")
+            prompts_of(place / "prompts.jsonl", 3)
+            save_network(place / "bart", BART)
+            part_head(save_network(place / "flan", T5))
     file = str(place / "pairs.csv")
     texts = {
         "metrics": ["f1"],
@@ -158,10 +158,17 @@ def test_every_backend_takes_the_single_process_path(launcher: Launcher, backend
         {"model": {"name": str(place / n), "config": None}, "tokenizer": {"name": None}} for n in ("bart", "flan")
     ]
     jobs = {
-        "sgd": job(file, optim={**SGD, "lr": 0.1, "args": {}}, eval=texts, sample=sample),
+        "targets": job(file, optim={**SGD, "lr": 0.1, "args": {}}, eval=texts, sample=sample),
         "lora": job(file, **starts[0], lora={"rank": 4}, optim={"lr": 0.01}),
         "flan": job(file, **starts[1], optim={"lr": 0.01}, eval=texts, sample=sample),
     }
+    return dict.fromkeys(("single", "ddp", "fsdp", "zero3"), jobs)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_backend_takes_the_single_process_path(launcher: Launcher, backend: str) -> None:
+    """Losses, figures of evaluations, samples, and texts written for prompts, of which ranks have unlike numbers."""
+    jobs = RUNS(launcher)[backend]
     for name in jobs:
         single, other = launcher.many("single", jobs)[name], launcher.many(backend, jobs)[name]
         assert_same_path(single, other, 1e-4)

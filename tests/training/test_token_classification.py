@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from exports import opened_here
+from filelock import FileLock
 from harness import Launcher, assert_same_path
 from inside import run_here, stop_after
 from recipes_for_tests import ARCHITECTURES, MODEL, SGD, base
@@ -102,20 +103,25 @@ def data_of(tmp_path: Path, records: Any = None, **sections: Any) -> TaskData:
 BACKENDS = [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in ("ddp", "fsdp", "zero3")]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_every_backend_takes_the_single_process_path(launcher: Launcher, backend: str) -> None:
-    """Figures of spans are those of one process: rows lie on several ranks, and in batches of other widths."""
-    launcher.shared.mkdir(parents=True, exist_ok=True)
+def RUNS(launcher: Launcher) -> dict[str, Any]:
     place = launcher.shared / "tagged"
-    if not place.exists():
-        save_tokenizer(place)
-        save(place / "words.jsonl")
+    with FileLock(f"{place}.lock"):
+        if not place.exists():
+            save_tokenizer(place)
+            save(place / "words.jsonl")
     file = str(place / "words.jsonl")
     sgd = {**SGD, "lr": 0.3, "args": {}}
     jobs = {
-        "sgd": job(file, str(place), task={"class_weights": "balanced"}, optim=sgd),
+        "words": job(file, str(place), task={"class_weights": "balanced"}, optim=sgd),
         "lora": job(file, MODEL, model={"name": MODEL, "config": None}, lora={"rank": 4}, optim={"lr": 0.01}),
     }
+    return dict.fromkeys(("single", "ddp", "fsdp", "zero3"), jobs)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_backend_takes_the_single_process_path(launcher: Launcher, backend: str) -> None:
+    """Figures of spans are those of one process: rows lie on several ranks, and in batches of other widths."""
+    jobs = RUNS(launcher)[backend]
     for name in jobs:
         single, other = launcher.many("single", jobs)[name], launcher.many(backend, jobs)[name]
         assert_same_path(single, other, 1e-4)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Launcher
+from harness import Launcher, Result
 from recipes_for_tests import base
 
 from finetune.distributed.weight_digests import Held, digest_weight
@@ -16,6 +16,18 @@ WHOLE = base(**SHORT)
 ADAPTED = base(**SHORT, lora={"rank": 2})
 # Of launch configs, the processes that hold the same weights.
 BACKENDS = {"single": 1, "ddp": 2, "fsdp": 1, "zero2": 2, "zero3": 1}
+RUNS: dict[str, dict[str, Any]] = {
+    name: {"whole": WHOLE, "adapted": ADAPTED, "stuck+whole": WHOLE, "thawed+adapted": ADAPTED} for name in BACKENDS
+}
+for _name in ("ddp", "zero2"):
+    RUNS[_name]["drift+whole"] = WHOLE
+for _name in ("single", "fsdp"):
+    RUNS[_name]["lost_steps+adapted"] = ADAPTED
+RUNS["single"]["one_step"] = {**ADAPTED, "length": {"steps": 1}}
+
+
+def ended(launcher: Launcher, backend: str, name: str) -> Result:
+    return launcher.many(backend, {name: RUNS[backend][name]})[name]
 
 
 def marked(*names: str) -> list[Any]:
@@ -24,9 +36,8 @@ def marked(*names: str) -> list[Any]:
 
 @pytest.mark.parametrize("backend", marked(*BACKENDS))
 def test_every_tensor_that_is_trained_moves_and_no_other(launcher: Launcher, backend: str) -> None:
-    runs = launcher.many(backend, {"whole": WHOLE, "adapted": ADAPTED})
     for name, frozen in (("whole", 0), ("adapted", 21)):
-        run = runs[name].check()
+        run = ended(launcher, backend, name).check()
         found = run.facts["results"]["weights"]
         assert found["unmoved"] == []
         assert found["frozen"] == frozen
@@ -38,14 +49,14 @@ def test_every_tensor_that_is_trained_moves_and_no_other(launcher: Launcher, bac
 
 @pytest.mark.parametrize("backend", marked(*BACKENDS))
 def test_a_tensor_without_gradient_is_named(launcher: Launcher, backend: str) -> None:
-    run = launcher.one(backend, WHOLE, env={"FAULT": "stuck"}).check()
+    run = ended(launcher, backend, "stuck+whole").check()
     assert run.facts["results"]["weights"]["unmoved"] == ["model.layers.0.input_layernorm.weight"]
     assert "1 of 21 trained tensors have not moved in 3 steps: model.layers.0.input_layernorm.weight" in run.output
 
 
 @pytest.mark.parametrize("backend", marked(*BACKENDS))
 def test_a_frozen_tensor_that_changes_ends_the_run(launcher: Launcher, backend: str) -> None:
-    run = launcher.one(backend, ADAPTED, env={"FAULT": "thawed"})
+    run = ended(launcher, backend, "thawed+adapted")
     assert run.code == 2
     assert (
         "1 of 21 frozen tensors have changed by step 3: base_model.model.model.layers.0.self_attn.q_proj" in run.output
@@ -54,20 +65,21 @@ def test_a_frozen_tensor_that_changes_ends_the_run(launcher: Launcher, backend: 
 
 @pytest.mark.parametrize("backend", marked("ddp", "zero2"))
 def test_ranks_that_part_end_the_run(launcher: Launcher, backend: str) -> None:
-    run = launcher.one(backend, WHOLE, env={"FAULT": "drift"})
+    run = ended(launcher, backend, "drift+whole")
     assert run.code == 2
     assert "different values of 1 tensors that they share by step 3: model.norm.weight" in run.output
 
 
 @pytest.mark.parametrize("backend", marked("single", "fsdp"))
 def test_a_run_in_which_nothing_moves_is_an_error(launcher: Launcher, backend: str) -> None:
-    run = launcher.one(backend, ADAPTED, env={"FAULT": "lost_steps"})
+    run = ended(launcher, backend, "lost_steps+adapted")
     assert run.code == 2
     assert "None of the 28 trained tensors has moved in 5 steps: nothing is trained" in run.output
 
 
+@pytest.mark.xdist_group("single")
 def test_one_step_of_adapters_moves_one_factor_only(launcher: Launcher) -> None:
-    run = launcher.one("single", {**ADAPTED, "length": {"steps": 1}}).check()
+    run = ended(launcher, "single", "one_step").check()
     unmoved = run.facts["results"]["weights"]["unmoved"]
     assert len(unmoved) == 14
     assert all("lora_A" in name for name in unmoved)
