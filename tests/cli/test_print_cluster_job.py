@@ -12,7 +12,7 @@ from chaos import Moment, Victim, straight
 from forkserver import ForkServer, until
 from harness import ROOT, environment, run
 from ranks import Here, assert_said
-from slurm_cluster import LIMIT_S, MISSING, slurm_cluster
+from slurm_cluster import LIMIT_S, needs_slurm, slurm_cluster
 
 from finetune.cli import main
 from finetune.distributed.launch.launch_config import launch_of_environment
@@ -69,7 +69,7 @@ STOPPED = (
 )
 
 
-@pytest.mark.skipif(bool(MISSING), reason="needs Slurm (apt-get install slurm-wlm)")
+@needs_slurm
 def test_slurm_preempts_a_job_and_requeues_it_but_does_not_requeue_what_is_cancelled(
     fork_server: ForkServer, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

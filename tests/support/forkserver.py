@@ -53,6 +53,7 @@ def become(words: list[str], env: dict[str, str], cwd: str, out: str, err: str, 
 
     assert spawned or os.getppid() == preloaded.LOADED_BY, "the fork server has not loaded `preloaded`"
     os.setsid()
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # undoes `ignores_hangups`
     # What it prints must not depend on where the tests' output goes.
     for number, name, flags in (
         (0, os.devnull, os.O_RDONLY),
@@ -103,7 +104,7 @@ class ForkServer:
 
     def __init__(self) -> None:
         self._context: Any = multiprocessing.get_context("spawn" if _by_spawning() else "forkserver")
-        self._context.set_forkserver_preload(["preloaded", __name__])
+        self._context.set_forkserver_preload(["ignores_hangups", "preloaded", __name__])
         self._exported: dict[tuple[str, int | None], dict[str, str]] = {}
 
     def python(

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from external_commands import needs
 from forkserver import until
 from harness import environment
 from ranks import free_port
@@ -18,7 +19,7 @@ from finetune.distributed.launch.network_interface import own_addresses
 
 LIMIT_S = 300
 WHERE = f"{os.environ['PATH']}:/usr/sbin"
-MISSING = [name for name in ("slurmctld", "slurmd", "sbatch") if shutil.which(name, path=WHERE) is None]
+needs_slurm = needs("sbatch", "slurmctld", "slurmd", path=WHERE)
 
 # The first node's name is an address of this machine, by which other nodes find it: launchers refuse 127.0.0.1. The
 # GPU is none: a launch sees none behind it. `cred_expire` is also how long a requeued job waits, and 5 the least.

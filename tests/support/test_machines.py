@@ -6,6 +6,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from external_commands import needs
 from forkserver import until
 from harness import environment
 from machines import LOOPBACK, Machines, Program
@@ -70,6 +71,7 @@ def once_reached(machines: Machines) -> float:
     return found[-1] or 0.0
 
 
+@needs("ps")
 def test_a_machine_has_things_of_its_own(machines: Machines) -> None:
     script = 'hostname; hostname -i; echo "$TMPDIR" "$HOME"; pwd; ps -e -o comm=; ls /dev/shm; exit 3'
     for machine in machines:
@@ -105,8 +107,6 @@ def test_cables(machines: Machines, echo: Program) -> None:
 
 
 def test_a_firewall(machines: Machines, echo: Program) -> None:
-    if subprocess.run(["sh", "-c", "command -v nft"], capture_output=True).returncode:
-        pytest.skip("machines cannot be made here: there is no command `nft`")
     machines[0].allow_only(PORT + 1)
     assert reached(machines) is None
     machines[0].allow_all()
@@ -137,6 +137,7 @@ def test_a_machine_dies_and_returns(machines: Machines, echo: Program, silently:
     once_reached(machines)
 
 
+@needs("getent")
 def test_own_name(tmp_path: Path) -> None:
     with Machines(tmp_path / "own", 1, own_address=LOOPBACK) as machines:
         assert machines[0].run(["getent", "hosts", "m0"])[1].split() == [LOOPBACK, "m0"]
