@@ -17,6 +17,7 @@ import pytest
 import torch
 import yaml
 from forkserver import ForkServer
+from external_commands import require
 from harness import environment
 from inside import Done, alone, at_step, mlp, run_here
 from ranks import PARAGRAPH
@@ -70,6 +71,7 @@ class Disk:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Disk]:
+    require("mount", "umount")
     made = Disk(tmp_path)
     try:
         mount("-t", "tmpfs", "-o", "size=2m", "none", made.itself)

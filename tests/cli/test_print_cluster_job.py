@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 from chaos import Moment, Victim, straight
+from external_commands import needs
 from forkserver import ForkServer, until
 from harness import ROOT, environment, run
 from ranks import Here, assert_said
@@ -152,6 +153,7 @@ def test_kubernetes_accepts_the_job(kind: str, config: str, capsys: pytest.Captu
     assert checked == (3 if kind == "kubeflow" or config != "single" else 2)
 
 
+@needs("bash")
 def test_what_a_kubernetes_job_asks_for(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,6 +188,7 @@ def test_what_a_kubernetes_job_asks_for(
     ]
 
 
+@needs("bash")
 @pytest.mark.parametrize("config", ["single", "fsdp_2nodes"])
 def test_a_sky_task_has_keys_that_skypilot_knows(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, "--config_file", config, "sample", MICRO, "--print-cluster", "sky", *IMAGE)

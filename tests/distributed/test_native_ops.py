@@ -7,7 +7,6 @@ the compiler. That is a script which can stop at a named pipe, so that a test kn
 import contextlib
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from external_commands import require_compiler
 from harness import LIMIT_S, ROOT
 
 from finetune.distributed import native_ops
@@ -153,8 +153,7 @@ def finish(process: "subprocess.Popen[str]") -> str:
 
 @pytest.fixture
 def tiny(tmp_path: Path, extensions: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tiny]:
-    if shutil.which("c++") is None:
-        pytest.skip("needs a C++ compiler")
+    require_compiler()
     native_ops.prepare_environment()
     tiny = Tiny(tmp_path, extensions)
     monkeypatch.setenv("TINY", str(tmp_path))

@@ -3,10 +3,14 @@
 Whatever runs such a program asks for it here: a test by the marker that `needs` returns, a helper by `require`.
 """
 
+import os
 import shutil
 from collections.abc import Iterable
+from unittest import mock
 
 import pytest
+
+from finetune.distributed import native_ops
 
 PACKAGES = {
     "bash": "bash",
@@ -40,7 +44,9 @@ def why_missing(*programs: str, path: str | None = None) -> str | None:
         path: The folders to look in; those of PATH if left out.
     """
     assert set(programs) <= PACKAGES.keys(), "which package installs it?"
-    missing = [program for program in programs if shutil.which(program, path=path) is None]
+    # torch's rule for the compiler.
+    names = {program: os.environ.get("CXX", program) if program == "c++" else program for program in programs}
+    missing = [program for program, name in names.items() if shutil.which(name, path=path) is None]
     return REASON + ", ".join(missing) if missing else None
 
 
@@ -54,6 +60,16 @@ def require(*programs: str) -> None:
     """Skips the test that asks, unless all of some programs are installed."""
     if reason := why_missing(*programs):
         pytest.skip(reason)
+
+
+def require_compiler() -> None:
+    """Skips the test that asks, unless DeepSpeed's native ops can be compiled: on a CPU it runs with none less."""
+    with mock.patch.dict(os.environ):
+        native_ops.prepare_environment()
+        missing = native_ops.find_missing("shm_comm")
+    if missing is not None:
+        require("c++")
+        pytest.skip(f"DeepSpeed's native ops cannot be compiled: {missing[0]} ({missing[1]})")
 
 
 def missing_in(reason: str) -> list[str]:

@@ -28,6 +28,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from external_commands import require_compiler
 from harness import LIMIT_S, ROOT, environment
 from ranks import exported, free_port, launch_file
 
@@ -156,6 +157,8 @@ class ForkServer:
             in_turn: Start the last rank first, and each of the others once the one before has ended.
         """
         key = (str(config), processes)
+        if launch_file(config)["distributed_type"] == "DEEPSPEED" and not _by_spawning():
+            require_compiler()
         if key not in self._exported:
             self._exported[key] = exported(config, processes)
         common, tree = self._exported[key], launch_file(config)

@@ -97,6 +97,7 @@ def fake(launcher: Launcher, fork_server: ForkServer, tmp_path: Path) -> Fake:
     folder = launcher.shared / "fake_cuda"
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
+        require("c++")
         library = fake_cuda.built(folder)
     return Fake(tmp_path, fork_server, library)
 
