@@ -68,7 +68,7 @@ def path_without(folder: Path, *programs: str) -> str:
 @pytest.mark.parametrize(
     "tests",
     [TESTS, pytest.param(ON_MACHINES, marks=pytest.mark.machines), WITHOUT_MACHINES],
-    ids=["", "on machines", "without machines"],
+    ids=["programs", "on_machines", "without_machines"],
 )
 def test_what_is_not_installed_is_skipped_and_named(tests: dict[str, str], tmp_path: Path) -> None:
     """Two programs of a test are not missing at the same time, but for those that machines are made of."""
