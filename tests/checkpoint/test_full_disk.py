@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from forkserver import ForkServer
 from external_commands import require
+from forkserver import ForkServer
 from harness import environment
 from inside import Done, alone, at_step, mlp, run_here
 from ranks import PARAGRAPH

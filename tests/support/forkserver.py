@@ -29,7 +29,7 @@ from unittest import mock
 
 import torch
 from external_commands import require_compiler
-from harness import LIMIT_S, ROOT, environment
+from harness import LIMIT_S, ROOT, RUN_S, environment
 from ranks import exported, free_port, launch_file
 
 KILLED = 124
@@ -184,7 +184,7 @@ class ForkServer:
                 line = [script, *map(str, words)]
                 started[rank] = self.python(line, variables, own / "out", own / "err")
                 if in_turn:
-                    started[rank].join(LIMIT_S)
+                    started[rank].join(RUN_S)
             for note in folder.glob("elastic/said-*"):
                 note.unlink()
             yield Ranks(
@@ -252,7 +252,7 @@ class Ranks:
     def codes(self) -> list[int | None]:
         return [process.exitcode for process in self._processes]
 
-    def wait(self, limit_s: float = LIMIT_S) -> list[int]:
+    def wait(self, limit_s: float = RUN_S) -> list[int]:
         """All exit codes, once all have ended."""
         end = time.monotonic() + limit_s
         for process in self._processes:

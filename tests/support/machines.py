@@ -23,7 +23,7 @@ from typing import Any, Self
 import psutil
 from external_commands import require, why_missing
 from forkserver import until
-from harness import LIMIT_S, environment
+from harness import RUN_S, environment
 
 LACK = "machines cannot be made here"
 """How the reason begins for which tests of machines are skipped where namespaces are not permitted."""
@@ -90,7 +90,7 @@ class Program:
         """Sends a signal to the command."""
         os.kill(self.pid, number)
 
-    def wait(self, limit_s: float = LIMIT_S) -> int:
+    def wait(self, limit_s: float = RUN_S) -> int:
         """Waits for its end; returns the exit code."""
         try:
             return self._process.wait(limit_s)
@@ -181,7 +181,7 @@ class Machine:
             )
         return Program(process, printed)
 
-    def run(self, words: Sequence[str], *, limit_s: float = LIMIT_S, **options: Any) -> tuple[int, str]:
+    def run(self, words: Sequence[str], *, limit_s: float = RUN_S, **options: Any) -> tuple[int, str]:
         """Runs a command to its end, as `start` does; returns its exit code and everything that it printed."""
         program = self.start(words, **options)
         return program.wait(limit_s), program.output

@@ -3,12 +3,13 @@
 import ast
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from external_commands import PACKAGES, install_lines
 from forkserver import ForkServer
-from harness import ROOT, environment, run
+from harness import ROOT, WAIT_S, environment, run
 
 # What Python itself ignores: SIGPIPE and SIGXFSZ.
 SHOW = "import signal; print(*(n for n in signal.valid_signals() if signal.getsignal(n) == signal.SIG_IGN))"
@@ -20,7 +21,8 @@ TESTS = {
     "c++": "distributed/test_native_ops.py::test_two_processes_build_once",
     "chromedriver": "scripts/test_build_docs.py::test_in_a_browser",
     "make": "cli/test_demo_qlora.py::test_the_target_runs_the_script",
-    "sbatch": "cli/test_print_cluster_job.py::test_slurm_preempts_a_job_and_requeues_it_but_does_not_requeue_what_is_cancelled",
+    "sbatch": "cli/test_print_cluster_job.py::test_slurm_preempts_a_job_and_requeues_it_but_does_not_requeue_what_is_"
+    "cancelled",
     "umount": "checkpoint/test_full_disk.py::test_the_one_before_is_gone_on_from",
 }
 ON_MACHINES = {
@@ -92,21 +94,37 @@ def test_programs_are_counted() -> None:
         "ip, which 2 skipped tests run, comes with: apt-get install iproute2",
         "nft, which 3 skipped tests run, comes with: apt-get install nftables",
     ]
-    assert [*install_lines({"not installed: ps": 1})] == ["ps, which 1 skipped test runs, comes with: apt-get install procps"]
+    assert [*install_lines({"not installed: ps": 1})] == [
+        "ps, which 1 skipped test runs, comes with: apt-get install procps"
+    ]
 
 
-STARTS = {"run", "Popen", "check_call", "check_output", "start", "Terminal"}
+def calls(*names: str) -> Iterator[tuple[Path, ast.Call]]:
+    """Calls of functions of some names, whosever they are, in all tests."""
+    for file in (ROOT / "tests").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in names:
+                yield file, node
 
 
 def test_programs_that_tests_start_by_name_are_known() -> None:
     """A new one is listed with its package, and asked for where it is started."""
     started = set()
-    for file in (ROOT / "tests").rglob("*.py"):
-        for call in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(call, ast.Call) and getattr(call.func, "attr", getattr(call.func, "id", "")) in STARTS:
-                for words in call.args:
-                    if isinstance(words, ast.List) and words.elts and isinstance(words.elts[0], ast.Constant):
-                        started.add(str(words.elts[0].value))
+    for _, call in calls("run", "Popen", "start", "Terminal"):
+        for words in call.args:
+            if isinstance(words, ast.List) and words.elts and isinstance(words.elts[0], ast.Constant):
+                started.add(str(words.elts[0].value))
     by_name = {name for name in started if "/" not in name and "." not in name and not name.startswith("-")}
     assert by_name - {"sh", "sleep"} <= PACKAGES.keys()
     assert "bash" in by_name
+
+
+def test_waits_end_within_minutes() -> None:
+    """A number of seconds is a minute at most; what takes longer has a name, and that for launches is for them."""
+    for file, call in calls("until", "wait", "join", "communicate", "run", "wait_procs", "urlopen", "select"):
+        for limit in (*call.args, *(keyword.value for keyword in call.keywords)):
+            where = f"{file.relative_to(ROOT)}:{call.lineno}"
+            if isinstance(limit, ast.Constant) and isinstance(limit.value, int | float):
+                assert limit.value <= WAIT_S, where
+            if isinstance(limit, ast.Name) and file.parent.name != "support":
+                assert limit.id != "LIMIT_S", where

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from external_commands import require
 from filelock import FileLock
 from forkserver import ForkServer
 from harness import ROOT, Launcher, Result, assert_same_path
