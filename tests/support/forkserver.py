@@ -29,7 +29,7 @@ from unittest import mock
 
 import torch
 from external_commands import require_compiler
-from harness import LIMIT_S, ROOT, RUN_S, environment
+from harness import ROOT, RUN_S, environment
 from ranks import exported, free_port, launch_file
 
 KILLED = 124
@@ -211,7 +211,8 @@ class ForkServer:
             tempfile.TemporaryDirectory() as folder,
             self.start(config, Path(folder), *words, script=script, processes=processes, env=env) as ranks,
         ):
-            code = ranks.finish()
+            # A recipe takes a few seconds alone.
+            code = ranks.finish(RUN_S + 10 * len(words))
             return code, ranks.output()
 
     def found(self, script: str, processes: int) -> list[dict[str, Any]]:
@@ -261,7 +262,7 @@ class Ranks:
         assert None not in codes, f"not all ended within {limit_s:g} s: {codes}\n{self.output()}"
         return [code for code in codes if code is not None]
 
-    def finish(self, limit_s: float = LIMIT_S) -> int:
+    def finish(self, limit_s: float = RUN_S) -> int:
         """Waits as a launcher does: the first failure ends all, whom it would leave waiting; returns its exit code."""
         end = time.monotonic() + limit_s
         running = {process.sentinel: process for process in self._processes}

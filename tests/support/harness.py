@@ -25,8 +25,8 @@ WAIT_S = 60.0
 """For what a process that runs does next."""
 RUN_S = 120.0
 """For a process that starts, imports what a run needs, and takes a few steps: alone it takes 15."""
-LIMIT_S = 540.0
-"""For a launch of many recipes, and for commands that start several processes."""
+LIMIT_S = 240.0
+"""For a command that starts several processes, one after the other."""
 
 
 @dataclass(frozen=True)

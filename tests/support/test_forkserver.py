@@ -131,10 +131,13 @@ while True:
     note = tmp_path / "pid"
     words = [quick_python, script(tmp_path, text), str(note)]
     with subprocess.Popen(words, env=environment(), stderr=subprocess.DEVNULL) as command:
-        until(lambda: note.exists() and note.read_text() != "", WAIT_S, "it never began")
-        fork = int(note.read_text())
-        command.send_signal(number)
-        assert command.wait(WAIT_S) == (75 if number == signal.SIGTERM else -number)
+        try:
+            until(lambda: note.exists() and note.read_text() != "", WAIT_S, "it never began")
+            fork = int(note.read_text())
+            command.send_signal(number)
+            assert command.wait(WAIT_S) == (75 if number == signal.SIGTERM else -number)
+        finally:
+            command.kill()  # the block waits for its end
     until(lambda: not psutil.pid_exists(fork), WAIT_S, "the fork lives")
 
 

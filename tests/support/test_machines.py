@@ -1,4 +1,3 @@
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -158,8 +157,10 @@ with Machines(Path(sys.argv[1]), 1) as machines:
     words = [sys.executable, "-c", code, str(tmp_path / "own")]
     with subprocess.Popen(words, stdout=subprocess.PIPE, env=environment(), text=True) as maker:
         assert maker.stdout is not None
-        pids = list(map(int, maker.stdout.readline().split()))
-        assert len(pids) == 2
-        assert all(map(psutil.pid_exists, pids))
-        os.kill(maker.pid, 9)
+        try:
+            pids = list(map(int, maker.stdout.readline().split()))
+            assert len(pids) == 2
+            assert all(map(psutil.pid_exists, pids))
+        finally:
+            maker.kill()  # the block waits for its end
     until(lambda: not any(map(psutil.pid_exists, pids)), 30.0, f"{pids} are there")
