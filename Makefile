@@ -15,7 +15,7 @@ PYTEST_ARGS ?=
 DEMO_THREADS := $(shell n=$$(( $(CORES) / 2 )); echo $$(( n < 1 ? 1 : n )))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-qlora test durations test-quick test-wheel test-resume test-chaos check docs support-matrix ops format clean
+.PHONY: help setup demo demo-qlora test durations test-quick test-search test-wheel test-resume test-chaos check docs support-matrix ops format clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,6 +48,15 @@ durations: test  ## Run it, and write what tests take into tests/durations.json,
 test-quick: setup  ## Run a test of each thing there is, at most 4 minutes on 2 cores
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false \
 	  $(PY) -m pytest -n $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder -m quick $(PYTEST_ARGS)
+
+# The first of TIMES seeds, each for as many examples as `make test` has: make test-search SEED=7 TIMES=20
+SEED ?= 1
+TIMES ?= 5
+test-search: setup  ## Search other examples for one that breaks a property, TIMES times as many, from SEED on
+	@for seed in $$(seq $(SEED) $$(( $(SEED) + $(TIMES) - 1 ))); do \
+	  OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false \
+	    $(PY) -m pytest -q -n $(TEST_WORKERS) --dist loadgroup -m hypothesis \
+	    --hypothesis-profile=search --hypothesis-seed=$$seed $(PYTEST_ARGS) || exit 1; done
 
 test-resume: setup  ## Resume every backend's checkpoint on every backend; writes docs/resume-matrix.md (about 30 minutes)
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(PY) tests/support/matrix.py docs/resume-matrix.md

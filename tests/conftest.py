@@ -1,6 +1,7 @@
 import gc
 import os
 import shutil
+import signal
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ import durations
 import machines
 import pytest
 import testdata
+from external_commands import install_lines, missing_in
 from forking_python import ForkingPython
 from forkserver import ForkServer
 from harness import Launcher
@@ -18,8 +20,10 @@ from ranks import Here, Place, lines
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-# On a busy machine an example can take any time; speed is the benchmark's business.
-settings.register_profile("project", deadline=None)
+# On a busy machine an example can take any time; speed is the benchmark's business. Examples are the same each time, so
+# that what a change breaks is the change's fault; `make test-search` looks for others, from a seed.
+settings.register_profile("project", deadline=None, derandomize=True)
+settings.register_profile("search", deadline=None, print_blob=True)
 settings.load_profile("project")
 
 # Why a test may be skipped, by the marker that says what it needs; and what else a CI machine may lack. A skip
@@ -35,8 +39,6 @@ MAY_LACK = (
     "needs the extra [serve]",
     "needs the extra [gguf]",
     "needs xllamacpp",
-    "needs Chromium and its driver",
-    "needs Slurm",
     "needs the schemas of Kubernetes and Kubeflow",
     "only this kind of processor has the kernel",
     "this kernel has no huge pages to ask for",
@@ -50,6 +52,8 @@ MAY_LACK = (
     "says what happens without a GPU",
     "GPT-2 has nothing to pack",
 )
+# `.ci/run` installs these if it may; without the other programs CI fails.
+PROGRAMS_CI_MAY_LACK = {"chromedriver", "chromium", "ip", "nft", "sbatch", "slurmctld", "slurmd"}
 MOST_ON_REAL_DATA = 10
 
 # What `make test-quick` runs, in at most 4 minutes on 2 cores: a run of each launch kind, resume, LoRA and QLoRA,
@@ -111,8 +115,15 @@ def _reasons(reporter: pytest.TerminalReporter) -> Counter[str]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    for reason, count in _reasons(terminalreporter).items():
-        terminalreporter.write_line(f"skipped {count}: {reason}")
+    reasons = _reasons(terminalreporter)
+    for line in (*(f"skipped {count}: {reason}" for reason, count in reasons.items()), *install_lines(reasons)):
+        terminalreporter.write_line(line)
+
+
+def _is_foreseen(reason: str) -> bool:
+    if programs := missing_in(reason):
+        return PROGRAMS_CI_MAY_LACK.issuperset(programs)
+    return reason.startswith((*NEEDS.values(), *MAY_LACK))
 
 
 @pytest.hookimpl(trylast=True)
@@ -122,10 +133,22 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         durations.write(reporter.stats)
     if reporter is None or not os.environ.get("CI"):
         return
-    unforeseen = {r for r in _reasons(reporter) if not r.startswith((*NEEDS.values(), *MAY_LACK))}
+    unforeseen = {reason for reason in _reasons(reporter) if not _is_foreseen(reason)}
     if unforeseen:
         reporter.write_line(f"CI: tests were skipped for reasons that conftest.py does not list: {unforeseen}")
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.fixture(scope="session", autouse=True)
+def default_signals() -> None:
+    """Gives signals that the shell ignores, as `nohup` does, their default action in whatever tests start.
+
+    A process inherits that a signal is ignored, and no handler. So this process goes on as if it ignored them.
+    """
+    # Python itself ignores two, and restores their action where it starts a program.
+    for number in signal.valid_signals() - {signal.SIGPIPE, signal.SIGXFSZ}:
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
 
 
 @pytest.fixture(scope="session")

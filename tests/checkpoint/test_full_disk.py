@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from external_commands import require
 from forkserver import ForkServer
 from harness import environment
 from inside import Done, alone, at_step, mlp, run_here
@@ -70,6 +71,7 @@ class Disk:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Disk]:
+    require("mount", "umount")
     made = Disk(tmp_path)
     try:
         mount("-t", "tmpfs", "-o", "size=2m", "none", made.itself)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import LIMIT_S, Launcher, environment
+from harness import RUN_S, Launcher, environment
 from matrix import KINDS
 from testdata import MODEL
 
@@ -52,7 +52,7 @@ def opened(kind: str, *folders: Path) -> dict[str, Any]:
     env = environment()
     del env["PYTHONPATH"]
     words = [sys.executable, "-c", SCRIPT, kind, MODEL, *map(str, folders)]
-    done = subprocess.run(words, env=env, cwd=folders[0], capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    done = subprocess.run(words, env=env, cwd=folders[0], capture_output=True, text=True, timeout=RUN_S, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import LIMIT_S, ROOT, environment
+from harness import ROOT, WAIT_S, environment
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from inside import OneRank, mlp, run_here, stop_after
@@ -128,7 +128,7 @@ def test_one_that_another_process_reads_stays(tmp_path: Path) -> None:
             assert reader.stdout.readline() == "reading\n"
             prune_checkpoints(LocalCheckpointStore(tmp_path), keep=1, best_by=None)
             assert left(tmp_path) == [3, 1]
-            reader.communicate(timeout=LIMIT_S)
+            reader.communicate(timeout=WAIT_S)
         finally:
             reader.kill()
     prune_checkpoints(LocalCheckpointStore(tmp_path), keep=1, best_by=None)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from harness import ROOT
+from harness import ROOT, RUN_S
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from inside import Crash, copy, crash_after, mlp, run_here, stop_after
@@ -289,5 +289,5 @@ def test_torch_is_not_imported(finished: Path, tmp_path: Path, words: list[str])
         "assert not {'torch', 'transformers', 'accelerate'} & set(sys.modules), 'heavy'\n"
     )
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=RUN_S)
     assert done.returncode == 0, done.stderr

@@ -21,7 +21,7 @@ import pytest
 import yaml
 from chaos import Moment, Victim, ask, finish, kill, launched, straight
 from forkserver import ForkServer, until
-from harness import LIMIT_S, ROOT, command, environment
+from harness import LIMIT_S, ROOT, RUN_S, WAIT_S, command, environment
 from ranks import PARAGRAPH, by_finetune, free_port
 from terminal import Terminal
 
@@ -89,8 +89,7 @@ def test_requests_that_come_when_all_is_saved_change_nothing(fork_server: ForkSe
         ranks.signal(signal.SIGTERM, 0)
         victim.let_go(once_asked=True)
         # One is asked over and over until both have ended.
-        while None in ranks.codes:
-            ranks.signal(signal.SIGTERM, 1)
+        until(lambda: ranks.signal(signal.SIGTERM, 1) or None not in ranks.codes, WAIT_S, ranks.output)
         assert ranks.codes == [REQUEUE, REQUEUE], ranks.output()[-3000:]
 
 
@@ -103,12 +102,12 @@ def test_a_second_request_ends_at_once_also_what_waits_for_another_rank(
     with fork_server.start(
         "ddp", victim.said, *words, env=trouble(hang={"rank": 1, "at": 9, "file": str(hung)})
     ) as ranks:
-        until(hung.exists, LIMIT_S, ranks.output)
+        until(hung.exists, RUN_S, ranks.output)
         began = time.monotonic()
         # Rank 0 is inside an all-reduce by now, or soon.
         while ranks.code(0) is None:
             ranks.signal(signal.SIGTERM, 0)
-            assert time.monotonic() - began < LIMIT_S, "it never ended"
+            assert time.monotonic() - began < WAIT_S, "it never ended"
         assert time.monotonic() - began >= 3
         assert ranks.code(0) == 128 + signal.SIGTERM, ranks.output()[-3000:]
         assert ranks.code(1) is None
@@ -121,7 +120,7 @@ def test_the_grace_is_kept_and_the_last_whole_checkpoint_stays(fork_server: Fork
     with fork_server.start(
         "ddp", victim.said, *words, env=trouble(hang={"rank": 1, "at": 18, "file": str(hung)})
     ) as ranks:
-        until(hung.exists, LIMIT_S, ranks.output)
+        until(hung.exists, RUN_S, ranks.output)
         ranks.signal(signal.SIGUSR1)
         assert ranks.wait() == [128 + signal.SIGUSR1] * 2
         said = PARAGRAPH.findall(ranks.output())
@@ -156,7 +155,7 @@ def test_a_failing_rank_speaks_first_and_a_hung_one_goes_with_it(victim: Victim)
     """Within 30 s of its end, where a launcher looks after them."""
     assert launcher._HUNG_S < 30
     with launched(victim, **{"raise": {"rank": 0, "at": 9}, "hang": {"rank": 1, "at": 8}}) as process:
-        assert process.wait(LIMIT_S) == 1
+        assert process.wait(RUN_S) == 1
     said = said_by(victim)
     errors = re.findall(r"^(?:Rank .*|The worker .*|Traceback.*|Error: .*|\w+Error: .*)$", said, re.MULTILINE)
     trace = "Traceback (most recent call last):"
@@ -170,7 +169,7 @@ def test_a_killed_rank_is_named_and_the_launcher_starts_again_by_itself(
     words = command("ddp", str(victim.recipe))
     words[words.index("launch") + 1 : words.index("launch") + 1] = ["--max_restarts", "1"]
     once = trouble(kill={"rank": 1, "at": 20, "once": str(tmp_path / "once")})
-    done = subprocess.run(words, cwd=ROOT, env=environment(**once), capture_output=True, text=True, timeout=LIMIT_S)
+    done = subprocess.run(words, cwd=ROOT, env=environment(**once), capture_output=True, text=True, timeout=RUN_S)
     assert done.returncode == 0, done.stderr[-4000:]
     assert (tmp_path / "once").exists()
     starts = victim.facts()["starts"]
@@ -188,7 +187,7 @@ def test_a_killed_rank_is_what_is_reported(victim: Victim) -> None:
     victim.recipe.write_text(yaml.safe_dump(recipe))
     # However late the launcher looks, it sees that rank before another one says that it has lost it.
     with launched(victim, kill={"rank": 1, "at": 9}, lost_s=LIMIT_S) as process:
-        assert process.wait(LIMIT_S) == 128 + signal.SIGKILL
+        assert process.wait(RUN_S) == 128 + signal.SIGKILL
     (alert,) = [json.loads(line) for line in alerts.read_text().splitlines()]
     assert alert["event"] == "failed"
     assert "Another rank is gone" in alert["text"] or "rank 1 was ended by SIGKILL" in alert["text"]
@@ -218,17 +217,17 @@ def test_a_launcher_passes_requests_on_and_may_be_killed_at_any_time(undisturbed
         assert Moment(1, 0.0).wait(victim, lambda: process.poll() is not None), said_by(victim)
         process.send_signal(signal.SIGUSR1)
         victim.let_go(once_asked=True)
-        assert process.wait(LIMIT_S) == REQUEUE, said_by(victim)[-4000:]
+        assert process.wait(RUN_S) == REQUEUE, said_by(victim)[-4000:]
     victim.check()
     stopped_at = victim.newest()
     assert 3 <= stopped_at < victim.steps
     # Its workers are still starting. Orphans that did not notice would go on for longer than the next run waits.
     with launched(victim, wait_s=1.0, **victim.held(1)) as process:
-        until(lambda: held(victim), LIMIT_S, lambda: said_by(victim))
+        until(lambda: held(victim), RUN_S, lambda: said_by(victim))
         process.kill()
         victim.let_go()
         with launched(victim) as again:
-            assert again.wait(LIMIT_S) == 0, said_by(victim)[-4000:]
+            assert again.wait(RUN_S) == 0, said_by(victim)[-4000:]
     starts = [start["from_step"] for start in victim.facts()["starts"]]
     # The orphans took one step, saved it and ended, or never came that far.
     assert starts[:2] == [0, stopped_at]
@@ -265,7 +264,7 @@ def test_a_terminal_that_closes_has_the_run_saved(
         terminal.process.send_signal(signal.SIGHUP)
         victim.let_go(once_asked=True)
         code = terminal.end()
-        until(lambda: not held(victim), LIMIT_S, "the workers did not end")
+        until(lambda: not held(victim), WAIT_S, "the workers did not end")
     if launch.startswith(("finetune", "alone")):
         assert code == REQUEUE
     facts = victim.facts()
@@ -294,7 +293,7 @@ def test_under_nohup_a_terminal_that_closes_changes_nothing(undisturbed: Victim,
         for process in told:
             process.send_signal(signal.SIGHUP)
         victim.let_go()
-        parent.wait(LIMIT_S)
+        parent.wait(RUN_S)
     victim.check_end(undisturbed)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from harness import LIMIT_S, ROOT, command, environment, run
+from harness import ROOT, RUN_S, command, environment, run
 from ranks import (
     CONFIG,
     MODEL,
@@ -442,7 +442,7 @@ def test_launcher_leaves_workers_the_terminal(place: Place) -> None:
         pass
     finally:
         os.close(ours)
-    assert process.wait(LIMIT_S) == 0
+    assert process.wait(RUN_S) == 0
     assert b"told" not in seen
     assert b"rank 0 on a terminal: True" in seen
     assert b"rank 1 on a terminal: True" in seen

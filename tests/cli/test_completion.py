@@ -1,9 +1,11 @@
 """Shell completion, as bash has it."""
 
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from external_commands import require
 from harness import ROOT, environment
 
 # What the shell's function does: the command answers on the descriptor 8.
@@ -15,8 +17,7 @@ exec 3>&1
 
 
 def complete(line: str, cwd: Path = ROOT) -> list[str]:
-    import sys
-
+    require("bash")
     done = subprocess.run(
         ["bash", "-c", ASK, "bash", line, sys.executable], cwd=cwd, env=environment(), capture_output=True, text=True
     )

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from external_commands import needs
 from harness import ROOT, commands, environment, run
 
 SCRIPT = ROOT / "scripts" / "demo_qlora.sh"
@@ -23,6 +24,7 @@ def small(folder: Path, python: str = sys.executable) -> dict[str, str]:
     )
 
 
+@needs("bash")
 def test_every_stage_runs(tmp_path: Path, quick_python: str) -> None:
     code, output = run([str(SCRIPT), "Who is Nora?"], env=small(tmp_path, quick_python))
     assert code == 0, output[-4000:]
@@ -42,6 +44,7 @@ def test_every_stage_runs(tmp_path: Path, quick_python: str) -> None:
     assert "Assistant:" in (merged / "chat_template.jinja").read_text()
 
 
+@needs("bash")
 def test_a_base_that_is_there_is_used_again(tmp_path: Path) -> None:
     model = tmp_path / "runs" / "sample" / "model"
     model.mkdir(parents=True)
@@ -59,6 +62,7 @@ def test_a_base_that_is_there_is_used_again(tmp_path: Path) -> None:
     assert f"model.name={model}" in launched
 
 
+@needs("make")
 def test_the_target_runs_the_script() -> None:
     plan = subprocess.run(["make", "-n", "demo-qlora"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert "scripts/demo_qlora.sh" in plan

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import yaml
 from chaos import Moment, Victim, straight
+from external_commands import needs
 from forkserver import ForkServer, until
-from harness import ROOT, environment, run
+from harness import ROOT, RUN_S, environment, run
 from ranks import Here, assert_said
-from slurm_cluster import LIMIT_S, MISSING, slurm_cluster
+from slurm_cluster import needs_slurm, slurm_cluster
 
 from finetune.cli import main
 from finetune.distributed.launch.launch_config import launch_of_environment
@@ -69,7 +70,7 @@ STOPPED = (
 )
 
 
-@pytest.mark.skipif(bool(MISSING), reason="needs Slurm (apt-get install slurm-wlm)")
+@needs_slurm
 def test_slurm_preempts_a_job_and_requeues_it_but_does_not_requeue_what_is_cancelled(
     fork_server: ForkServer, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -90,9 +91,9 @@ def test_slurm_preempts_a_job_and_requeues_it_but_does_not_requeue_what_is_cance
         urgent = cluster.submit("--partition=urgent", "--nodes=2", "--cpus-per-task=64", "--wrap=true")
         # Slurm looks for what to preempt when it has the time.
         victim.let_go(once_asked=True)
-        until(lambda: cluster.over(urgent), LIMIT_S, lambda: cluster.output(job))
+        until(lambda: cluster.over(urgent), RUN_S, lambda: cluster.output(job))
         assert 3 <= victim.newest() < victim.steps
-        until(lambda: cluster.over(job), LIMIT_S, lambda: cluster.output(job))
+        until(lambda: cluster.over(job), RUN_S, lambda: cluster.output(job))
         found = cluster.state(job)
         assert (found["JobState"], found["Restarts"]) == ("COMPLETED", "1"), cluster.output(job)
         assert "(SIGTERM), saved in" in cluster.output(job)
@@ -102,9 +103,9 @@ def test_slurm_preempts_a_job_and_requeues_it_but_does_not_requeue_what_is_cance
 
         write_command(commands, STOPPED)
         job = cluster.submit(str(script))
-        until(lambda: len([*cluster.folder.glob("ran.*")]) == 2, LIMIT_S, lambda: cluster.output(job))
+        until(lambda: len([*cluster.folder.glob("ran.*")]) == 2, RUN_S, lambda: cluster.output(job))
         cluster.ask("scancel", job)
-        until(lambda: cluster.over(job), LIMIT_S, lambda: cluster.output(job))
+        until(lambda: cluster.over(job), RUN_S, lambda: cluster.output(job))
         assert cluster.state(job)["JobState"] == "CANCELLED"
         assert "exit code 75" in cluster.output(job)
 
@@ -152,6 +153,7 @@ def test_kubernetes_accepts_the_job(kind: str, config: str, capsys: pytest.Captu
     assert checked == (3 if kind == "kubeflow" or config != "single" else 2)
 
 
+@needs("bash")
 def test_what_a_kubernetes_job_asks_for(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,6 +188,7 @@ def test_what_a_kubernetes_job_asks_for(
     ]
 
 
+@needs("bash")
 @pytest.mark.parametrize("config", ["single", "fsdp_2nodes"])
 def test_a_sky_task_has_keys_that_skypilot_knows(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, "--config_file", config, "sample", MICRO, "--print-cluster", "sky", *IMAGE)

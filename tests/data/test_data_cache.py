@@ -12,6 +12,7 @@ from typing import Any
 import filelock
 import numpy as np
 import pytest
+from harness import RUN_S
 
 from finetune.config.recipe import validate_recipe
 from finetune.data.prepare import PreparedData, prepare_data
@@ -385,7 +386,7 @@ def test_cold_processes_build_once(tmp_path: Path) -> None:
         process.stdin.write("\n")
         process.stdin.flush()
     for process in started:
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=RUN_S)
         assert process.returncode == 0, err
         outputs.append(out)
         errors.append(err)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 from forkserver import until
-from harness import LIMIT_S, Launcher, Result, assert_same_path, environment
+from harness import RUN_S, Launcher, Result, assert_same_path, environment
 from inside import mlp
 from machines import LOOPBACK, Machine, Machines, Program
 from ranks import PARAGRAPH, by_finetune, launch_file
@@ -58,7 +58,7 @@ def host(machines: Machines) -> Iterator[Machine]:
     last: Machine = machines[3]
     store = last.start([sys.executable, "-m", "finetune", "rendezvous"])
     where = "Machines meet here: --main_process_ip m3 --main_process_port 29500"
-    until(lambda: where in store.output, LIMIT_S, lambda: store.output)
+    until(lambda: where in store.output, RUN_S, lambda: store.output)
     yield last
     machines.kill_programs()
 
@@ -111,7 +111,7 @@ class Disturbed:
             assert all(program.code in ended for program in self.programs), self.said()
             return true()
 
-        until(found, LIMIT_S, self.said)
+        until(found, RUN_S, self.said)
 
 
 def test_machines_die_and_return(machines: Machines, host: Machine, launcher: Launcher, tmp_path: Path) -> None:

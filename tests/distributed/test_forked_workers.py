@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import LIMIT_S, ROOT, environment, run
+from forkserver import until
+from harness import ROOT, RUN_S, WAIT_S, environment, run
 from ranks import Place, by_finetune, by_launcher
 
 # Python imports it when it starts; forks have the same. Written where `os._exit` ends a rank, and at a launcher's exit.
@@ -121,7 +122,7 @@ def test_a_fork_has_what_a_new_process_has(place: Place, config: str) -> None:
         for rank in "01":
             assert "False" not in (place.folder / rank).read_text()
         process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=LIMIT_S)
+        _, errors = process.communicate(timeout=WAIT_S)
         assert process.returncode == 75, "as its workers ended"
         assert b"OMP_NUM_THREADS" not in errors, "workers set their own number: torchrun need not warn"
     finally:
@@ -130,6 +131,5 @@ def test_a_fork_has_what_a_new_process_has(place: Place, config: str) -> None:
 
 
 def wait_for(process: subprocess.Popen[bytes], *files: Path) -> None:
-    while not all(file.exists() for file in files):
-        with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(0.05)
+    until(lambda: all(file.exists() for file in files) or process.poll() is not None, RUN_S, "no worker has started")
+    assert process.poll() is None, "the launcher has ended"

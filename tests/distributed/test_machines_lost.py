@@ -13,7 +13,7 @@ import psutil
 import pytest
 import yaml
 from forkserver import until
-from harness import ROOT
+from harness import ROOT, RUN_S, WAIT_S
 from machines import Machines, Program
 from ranks import Place, by_finetune, lines
 
@@ -22,9 +22,6 @@ pytestmark = [pytest.mark.machines, pytest.mark.xdist_group("machines_lost")]
 STUB = str(ROOT / "tests/support/machine_stub.py")
 # Seconds after which a machine that says nothing is given up; longer than a process waits for a core.
 PATIENCE_S = 8.0
-# All is over by then; what is not waits for half an hour, as gloo does.
-HUNG_S = 60.0
-START_S = 400.0
 RESUMES = "the same command on every machine resumes from the last checkpoint."
 
 
@@ -40,7 +37,7 @@ class Launch:
     def __init__(self, machines: Machines, folder: Path, number: int, local: int = 1, **plan: Any) -> None:
         self.folder, self.machines = folder, list(machines)[:number]
         here = {"machines": number, "processes": number * local, "host": "10.78.0.1", "port": 4300}
-        waits = {"join_s": START_S, "heartbeat_s": PATIENCE_S}
+        waits = {"join_s": RUN_S, "heartbeat_s": PATIENCE_S}
         self.programs: list[Program] = []
         for rank, machine in enumerate(self.machines):
             given = json.dumps({**here, **waits, **plan, "rank": rank})
@@ -56,7 +53,7 @@ class Launch:
         """Waits until all ranks have summed."""
         until(
             lambda: all((self.folder / f"ready{rank}").exists() for rank in self.ranks) or any(self.codes()),
-            START_S,
+            RUN_S,
             self.output,
         )
         assert not any(self.codes()), self.output()
@@ -72,7 +69,7 @@ class Launch:
         """Waits until nothing runs on any machine; returns what each has said as an error."""
         said = []
         for program in self.programs:
-            program.wait(HUNG_S)
+            program.wait(WAIT_S)
         for machine in self.machines:
             machine.wait_until_idle()
         for program in self.programs:
@@ -132,7 +129,7 @@ def test_a_launcher_that_is_killed(machines: Machines, tmp_path: Path, killed: i
     """Its worker, which waits in a collective for one that does not come, ends with it."""
     launch = Launch(machines, tmp_path, 2).run()
     launch.order(f"hang{1 - killed}")
-    until((tmp_path / f"hangs{1 - killed}").exists, HUNG_S, launch.output)
+    until((tmp_path / f"hangs{1 - killed}").exists, WAIT_S, launch.output)
     os.kill(launch.programs[killed].pid, signal.SIGKILL)
     machines[killed].wait_until_idle()
     said = launch.end()
@@ -186,20 +183,20 @@ def test_runs_and_their_doctor(machines: Machines, tmp_path: Path) -> None:
     alerts = tmp_path / "alerts"
     guard = {"alert": f"""sh -c 'printf "%s\\n" "$(cat)" >> {alerts}'"""}
     recipe = Place(tmp_path, None).recipe(length={"steps": 1_000_000}, guard=guard)  # type: ignore[arg-type]
-    waits = ["--join-timeout", str(START_S), "--heartbeat-timeout", str(PATIENCE_S)]
+    waits = ["--join-timeout", str(RUN_S), "--heartbeat-timeout", str(PATIENCE_S)]
     words = [*by_finetune(launch_file, str(recipe)), *waits, "--machine_rank"]
     programs = [machine.start([*words, str(rank)]) for rank, machine in enumerate(machines[:2])]
     steps = tmp_path / "run" / "metrics.jsonl"
     until(
         lambda: steps.exists() or any(program.code is not None for program in programs),
-        START_S,
+        RUN_S,
         lambda: programs[0].output,
     )
     assert steps.exists(), programs[0].output + programs[1].output
     os.kill(programs[1].pid, signal.SIGKILL)
     machines[1].wait_until_idle()
     assert "the launcher is gone. Ended; the last checkpoint stays." in programs[1].output
-    assert programs[0].wait(HUNG_S) == 1
+    assert programs[0].wait(WAIT_S) == 1
     machines[0].wait_until_idle()
     assert "Error: Machine 1 (m1, 10.78.0.2) has not been heard of for " in programs[0].output
     # Rank 0 may have told of it, before it was ended.
@@ -211,11 +208,11 @@ def test_runs_and_their_doctor(machines: Machines, tmp_path: Path) -> None:
         machine.start([*words, str(rank), "guard.stall_s=8", "log.every_steps=1"])
         for rank, machine in enumerate(machines[:2])
     ]
-    until(lambda: re.search(r"^step \d+2/", programs[0].output, re.M) is not None, START_S, lambda: programs[0].output)
+    until(lambda: re.search(r"^step \d+2/", programs[0].output, re.M) is not None, RUN_S, lambda: programs[0].output)
     (worker,) = (process for process in machines[1].processes() if process.ppid() == programs[1].pid)
     worker.send_signal(signal.SIGSTOP)
     for program in programs:
-        assert program.wait(START_S) == 1
+        assert program.wait(RUN_S) == 1
     assert "No answer comes from rank 1 on machine 1 (m1)" in programs[0].output, programs[0].output[-2500:]
     assert "The worker of rank 0 on machine 0 (m0, 10.78.0.1) ended with exit code 1" in programs[1].output
     for machine in machines[:2]:
@@ -225,7 +222,7 @@ def test_runs_and_their_doctor(machines: Machines, tmp_path: Path) -> None:
         machine.start([*words, str(rank), f"optim.lr={rank + 1}e-3"]) for rank, machine in enumerate(machines[:2])
     ]
     for program in programs:
-        assert program.wait(START_S) == 2
+        assert program.wait(RUN_S) == 2
         assert program.output.count("Error: ") == 1
         assert "Recipe: optim.lr is 0.002 on machine 1, and 0.001 on machine 0." in program.output
     # A machine that cannot read its recipe says so to the other, which would wait for it.
@@ -236,7 +233,7 @@ def test_runs_and_their_doctor(machines: Machines, tmp_path: Path) -> None:
             for rank, machine in enumerate(machines[:2])
         ]
         for rank, program in enumerate(programs):
-            assert program.wait(START_S) == 2
+            assert program.wait(RUN_S) == 2
             assert program.output.count("Error: ") == 1
             named = f"nothing was started. On machine {failed} (m{failed}): " if rank != failed else ""
             assert re.search(rf"Error: .*{re.escape(named)}.*nowhere\.yaml", program.output), program.output
@@ -247,12 +244,12 @@ def test_runs_and_their_doctor(machines: Machines, tmp_path: Path) -> None:
         for rank, (machine, file) in enumerate(zip(machines[:2], (str(recipe), "nowhere.yaml"), strict=True))
     ]
     for program in programs:
-        assert program.wait(START_S) == 1
+        assert program.wait(RUN_S) == 1
         assert program.output.count("nowhere.yaml") == 1, program.output
     words = [sys.executable, "-m", "finetune", "doctor", "--machines", "--config_file", str(launch_file)]
     programs = [machine.start([*words, "--machine_rank", str(rank)]) for rank, machine in enumerate(machines[:2])]
     for program in programs:
-        assert program.wait(START_S) == 0, program.output
+        assert program.wait(RUN_S) == 0, program.output
         assert "ok       machines: machine 1 (m1, 10.78.0.2) at eth0, no GPU" in program.output
         assert "ok       link: 0 to 1 " in program.output
         assert "GB/s" in program.output

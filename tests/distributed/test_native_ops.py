@@ -7,7 +7,6 @@ the compiler. That is a script which can stop at a named pipe, so that a test kn
 import contextlib
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +15,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from harness import LIMIT_S, ROOT
+from external_commands import require_compiler
+from harness import ROOT, RUN_S, WAIT_S
 
 from finetune.distributed import native_ops
 from finetune.utils.compat.torch_private import builds_under_flock
@@ -114,7 +114,7 @@ class Tiny:
         return process
 
     def wait_for_the_compiler(self) -> None:
-        ready, _, _ = select.select([self.started], [], [], LIMIT_S)
+        ready, _, _ = select.select([self.started], [], [], RUN_S)
         assert ready, "the compiler was not started"
         os.read(self.started, 100)
         self.note_jobs()
@@ -146,15 +146,14 @@ def read_until(process: "subprocess.Popen[str]", text: str) -> str:
 
 def finish(process: "subprocess.Popen[str]") -> str:
     """What it still prints; it must succeed."""
-    _, errors = process.communicate(timeout=LIMIT_S)
+    _, errors = process.communicate(timeout=RUN_S)
     assert process.returncode == 0, errors
     return errors
 
 
 @pytest.fixture
 def tiny(tmp_path: Path, extensions: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tiny]:
-    if shutil.which("c++") is None:
-        pytest.skip("needs a C++ compiler")
+    require_compiler()
     native_ops.prepare_environment()
     tiny = Tiny(tmp_path, extensions)
     monkeypatch.setenv("TINY", str(tmp_path))
@@ -247,7 +246,7 @@ def test_killed_build_is_cleared_and_built_again(tiny: Tiny) -> None:
     tree = [psutil.Process(killed.pid), *tiny.jobs]
     for process in tree:
         process.kill()
-    psutil.wait_procs(tree, LIMIT_S)
+    psutil.wait_procs(tree, WAIT_S)
     stale = not builds_under_flock()
     assert native_ops.is_locked("tiny") == stale, "the trap, up to torch 2.13: its lock outlives the build"
     old_lock(tiny.folder)
@@ -284,9 +283,9 @@ def test_interrupted_build_leaves_no_lock(tiny: Tiny, number: signal.Signals) ->
     assert native_ops.is_locked("tiny")
     # To the process group, as a terminal and torch's launcher do.
     os.killpg(process.pid, number)
-    process.communicate(timeout=LIMIT_S)
+    process.communicate(timeout=RUN_S)
     assert process.returncode != 0
-    _, alive = psutil.wait_procs(tiny.jobs, LIMIT_S)
+    _, alive = psutil.wait_procs(tiny.jobs, WAIT_S)
     assert not alive
     assert not native_ops.is_locked("tiny")
 
@@ -295,7 +294,7 @@ def test_failed_build_shows_the_compilers_error(tiny: Tiny) -> None:
     (tiny.root / "gate").unlink()
     (tiny.root / "tiny.cpp").write_text("#include <no_such_header.h>\n")
     process = tiny.start()
-    _, errors = process.communicate(timeout=LIMIT_S)
+    _, errors = process.communicate(timeout=RUN_S)
     assert process.returncode != 0
     assert "no_such_header.h" in errors
     assert "tiny_op.build.log" in errors

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from forkserver import until
-from harness import LIMIT_S
+from harness import LIMIT_S, WAIT_S
 from ranks import free_port
 
 from finetune.distributed.launch import heartbeat, machine_facts, machine_links, network_interface, rendezvous
@@ -146,8 +146,8 @@ def local(monkeypatch: pytest.MonkeyPatch) -> int:
 def meet(
     port: int,
     *machines: MachineFacts,
-    join_s: float = LIMIT_S,
-    heartbeat_s: float = LIMIT_S,
+    join_s: float = WAIT_S,
+    heartbeat_s: float = WAIT_S,
     say: Callable[[str], Any] = str,
 ) -> list[Any]:
     """What each of several launchers in this process comes to."""
@@ -171,7 +171,7 @@ def test_a_machine_that_was_stopped_and_started_again_is_one(local: int, monkeyp
     """Its first launcher counts no more; a second one at the same time does."""
     monkeypatch.setattr(rendezvous, "_LIVE_S", LIMIT_S)
     store = rendezvous._store("127.0.0.1", local, host=True)
-    judge = rendezvous._Judge(store, MachinePlan("127.0.0.1", local, FACTS), time.monotonic() + LIMIT_S)
+    judge = rendezvous._Judge(store, MachinePlan("127.0.0.1", local, FACTS), time.monotonic() + WAIT_S)
 
     def come(rank: int) -> int:
         number = int(store.add("joined", 1))
@@ -340,6 +340,6 @@ def test_links_are_measured(local: int) -> None:
     threads = [threading.Thread(target=lambda m=m: found.append(rendezvous.measure_links(m, 0.01))) for m in met]
     for thread in threads:
         thread.start()
-    until(lambda: len(found) == 2, LIMIT_S, "links are not measured")
+    until(lambda: len(found) == 2, WAIT_S, "links are not measured")
     assert found[0] == found[1]
     assert found[0][0, 1].bytes_per_s > 0

@@ -15,7 +15,7 @@ import pytest
 import torch
 from eval_tasks import metric, needs_lm_eval, ready, write_task
 from exports import exported, opened_here
-from harness import ROOT, environment, run
+from harness import ROOT, RUN_S, environment, run
 from inside import copy, run_here
 from ranks import free_port
 from recipes_for_tests import base
@@ -168,7 +168,7 @@ def test_transformers_serves_it(places: dict[str, Path], tmp_path: Path, name: s
     with subprocess.Popen([*words, "--host", "127.0.0.1"], env=environment(), stdout=log, stderr=log) as server:
         try:
             client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
-            until = time.monotonic() + 300
+            until = time.monotonic() + RUN_S
             while True:
                 try:
                     urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()

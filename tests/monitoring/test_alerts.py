@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import yaml
 from forkserver import until
-from harness import LIMIT_S
+from harness import LIMIT_S, WAIT_S
 from inside import Done, alone, at_step, mlp, run_here, stop_after
 
 from finetune.cli import main
@@ -247,7 +247,7 @@ def test_a_command_that_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyP
         """Its time is over once its child runs."""
 
         def communicate(self, *words: Any, **options: Any) -> Any:
-            until(written.exists, LIMIT_S, "its child was not started")
+            until(written.exists, WAIT_S, "its child was not started")
             return super().communicate(*words, **options)
 
     monkeypatch.setattr(alerts, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": Popen}))
@@ -257,7 +257,7 @@ def test_a_command_that_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyP
     done = run_here(mlp(tmp_path / "run", guard={"alert": str(script)}))
     assert f"was not sent: {script} has not ended within 0.1 s. The run does not depend on it." in done.said
     child = Path("/proc", written.read_text().strip(), "stat")
-    until(lambda: not child.exists() or child.read_text().split()[2] == "Z", LIMIT_S, "its child is killed")
+    until(lambda: not child.exists() or child.read_text().split()[2] == "Z", WAIT_S, "its child is killed")
 
 
 # ---------------------------------------------------------------- failures to send

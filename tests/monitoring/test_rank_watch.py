@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 from forkserver import ForkServer, until
-from harness import LIMIT_S
+from harness import LIMIT_S, RUN_S
 from hypothesis import given
 from hypothesis import strategies as st
 from inside import mlp, run_here
@@ -233,7 +233,7 @@ def test_ranks_that_come_no_further(
     answer = {"answer_s": LIMIT_S} if trouble == "collective" else {}
     env = {"TROUBLE": json.dumps({trouble: {"rank": 1, "at": 10}, **answer})}
     with fork_server.start(launch, tmp_path, str(recipe), env=env) as ranks:
-        until(lambda: ranks.codes[0] is not None, LIMIT_S, ranks.output)
+        until(lambda: ranks.codes[0] is not None, RUN_S, ranks.output)
         assert ranks.codes[0] == 1
         (paragraph,) = set(PARAGRAPH.findall(ranks.output()))
     assert re.search(r"No rank has come further for \d+ s", paragraph)
@@ -256,6 +256,6 @@ def test_a_rank_that_computes_longer_is_named_while_it_runs(
 ) -> None:
     env = {"TROUBLE": json.dumps({"late": {"rank": 1, "s": 0.02}, "compared_s": 0.5})}
     with fork_server.start("ddp", tmp_path, str(recipe), "guard.stall_s=null", env=env) as ranks:
-        until(lambda: "rank 1 is behind" in ranks.output(0), LIMIT_S, ranks.output)
+        until(lambda: "rank 1 is behind" in ranks.output(0), RUN_S, ranks.output)
     assert re.search(r"rank 1 is behind: others wait \d\.\d+ s of each step's \d\.\d+ s for it", ranks.output(0))
     assert "rank 0 is behind" not in ranks.output(0)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from forkserver import ForkServer
-from harness import ROOT, environment
+from harness import ROOT, RUN_S, environment
 
 sys.path.insert(0, str(ROOT / "scripts"))
 
@@ -78,7 +78,7 @@ print([round(peak.size / MIB - 10, 1) for peak in measure_peak.peaks(profiler)])
 def checked(program: str) -> str:
     """The last line that a program prints which uses the instrument."""
     ended = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", program], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=RUN_S
     )
     assert ended.stdout, ended.stderr[-3000:]
     return ended.stdout.splitlines()[-1]

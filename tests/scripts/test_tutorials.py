@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from external_commands import require
 from harness import ROOT, commands, environment, run
 
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
@@ -32,6 +33,7 @@ def follow(text: str, folder: Path, python: str) -> int:
     Args:
         python: What runs commands of Python.
     """
+    require("bash")
     path = f"{commands(folder, python)}:{os.environ['PATH']}"
     # A laptop: no GPU. What `rich` prints is as wide as a terminal.
     env = environment(PATH=path, WHERE=str(folder / "where"), CUDA_VISIBLE_DEVICES="", COLUMNS="100")

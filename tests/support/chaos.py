@@ -25,7 +25,7 @@ from typing import Any
 
 import yaml
 from forkserver import ForkServer, until
-from harness import LIMIT_S, ROOT, environment
+from harness import ROOT, RUN_S, WAIT_S, environment
 from inside import mlp
 from ranks import by_finetune
 
@@ -118,7 +118,7 @@ class Victim:
     def let_go(self, *, once_asked: bool = False) -> None:
         """Lets go of rank 0; `once_asked` only when a request to stop has come to a rank."""
         if once_asked:
-            until(self.asked.exists, LIMIT_S, "no rank was asked to stop")
+            until(self.asked.exists, WAIT_S, "no rank was asked to stop")
         self.gate.touch()
 
     def staged(self) -> set[str]:
@@ -233,7 +233,7 @@ class Moment:
     def wait(self, victim: Victim, ended: Callable[[], bool]) -> bool:
         """Returns when the moment has come; False if the run has ended before."""
         old = victim.begun()
-        since, end = (time.monotonic() if self.save is None else None), time.monotonic() + LIMIT_S
+        since, end = (time.monotonic() if self.save is None else None), time.monotonic() + RUN_S
         while since is None or time.monotonic() - since < self.delay_s:
             saves = victim.begun() - old
             if since is None and self.save is not None and saves >= self.save:
@@ -281,7 +281,7 @@ def kill(fork_server: ForkServer, victim: Victim, who: str, moment: Moment, wait
         victim.let_go()
         if moment.save is None:
             # Ranks may not have met yet, and one that waits for another is ended by its launcher.
-            until(lambda: any(code is not None for code in ranks.codes), LIMIT_S, "no rank was ended")
+            until(lambda: any(code is not None for code in ranks.codes), RUN_S, "no rank was ended")
             ranks.signal(signal.SIGTERM)
         # After that a rank ends by itself when another is gone.
         codes = ranks.wait()
@@ -301,7 +301,7 @@ def kill_launcher(victim: Victim, moment: Moment) -> str:
         process.wait()
         newest = victim.newest()
         with launched(victim) as again:
-            code = again.wait(LIMIT_S)
+            code = again.wait(RUN_S)
             said = (victim.folder / "launched").read_text()[-3000:]
             demand(code == 0, f"the same command ended with {code}:\n{said}")
     demand(victim.facts()["starts"][-1]["from_step"] >= newest, f"it did not resume from step {newest}")
@@ -321,7 +321,7 @@ def ask(
         struck = moment.wait(victim, lambda: None not in ranks.codes)
         since, newest = time.monotonic(), victim.newest()
         for rank, skew in sorted(skews.items(), key=lambda pair: pair[1]):
-            until(lambda skew=skew: time.monotonic() - since >= skew, LIMIT_S, "time stands still")
+            until(lambda skew=skew: time.monotonic() - since >= skew, WAIT_S, "time stands still")
             ranks.signal(number, rank)
             victim.let_go(once_asked=moment.save is not None)
         codes = ranks.wait()

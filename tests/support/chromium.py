@@ -8,11 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
+from external_commands import needs
 
 BROWSER = shutil.which("chromium")
 DRIVER = shutil.which("chromedriver")
-NEEDED = "needs Chromium and its driver"
 
 # No network, no files but its own; the sandbox needs what containers do not have.
 _OPTIONS = (
@@ -26,7 +25,7 @@ _OPTIONS = (
     "--disable-sync",
     "--hide-scrollbars",
 )
-needs_chromium = pytest.mark.skipif(BROWSER is None or DRIVER is None, reason=NEEDED)
+needs_chromium = needs("chromium", "chromedriver")
 
 
 class Page:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from forkserver import ForkServer, run_program, until
-from harness import LIMIT_S, environment
+from harness import RUN_S, environment
 
 _CLIENT = """#!{python} -SE
 import json, os, resource, signal, socket, sys
@@ -66,7 +66,7 @@ class ForkingPython:
         log = folder / "log"
         words = [__file__, str(address), str(self.executable)]
         self._server = fork_server.python(words, environment(), log, log)
-        until(lambda: address.exists() or self._server.exitcode is not None, LIMIT_S, "no server")
+        until(lambda: address.exists() or self._server.exitcode is not None, RUN_S, "no server")
         assert self._server.exitcode is None, log.read_text()
 
     def end(self) -> None:

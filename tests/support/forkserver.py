@@ -28,7 +28,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-from harness import LIMIT_S, ROOT, environment
+from external_commands import require_compiler
+from harness import ROOT, RUN_S, environment
 from ranks import exported, free_port, launch_file
 
 KILLED = 124
@@ -53,6 +54,7 @@ def become(words: list[str], env: dict[str, str], cwd: str, out: str, err: str, 
 
     assert spawned or os.getppid() == preloaded.LOADED_BY, "the fork server has not loaded `preloaded`"
     os.setsid()
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # undoes `ignores_hangups`
     # What it prints must not depend on where the tests' output goes.
     for number, name, flags in (
         (0, os.devnull, os.O_RDONLY),
@@ -103,7 +105,7 @@ class ForkServer:
 
     def __init__(self) -> None:
         self._context: Any = multiprocessing.get_context("spawn" if _by_spawning() else "forkserver")
-        self._context.set_forkserver_preload(["preloaded", __name__])
+        self._context.set_forkserver_preload(["ignores_hangups", "preloaded", __name__])
         self._exported: dict[tuple[str, int | None], dict[str, str]] = {}
 
     def python(
@@ -155,6 +157,8 @@ class ForkServer:
             in_turn: Start the last rank first, and each of the others once the one before has ended.
         """
         key = (str(config), processes)
+        if launch_file(config)["distributed_type"] == "DEEPSPEED" and not _by_spawning():
+            require_compiler()
         if key not in self._exported:
             self._exported[key] = exported(config, processes)
         common, tree = self._exported[key], launch_file(config)
@@ -180,7 +184,7 @@ class ForkServer:
                 line = [script, *map(str, words)]
                 started[rank] = self.python(line, variables, own / "out", own / "err")
                 if in_turn:
-                    started[rank].join(LIMIT_S)
+                    started[rank].join(RUN_S)
             for note in folder.glob("elastic/said-*"):
                 note.unlink()
             yield Ranks(
@@ -207,7 +211,8 @@ class ForkServer:
             tempfile.TemporaryDirectory() as folder,
             self.start(config, Path(folder), *words, script=script, processes=processes, env=env) as ranks,
         ):
-            code = ranks.finish()
+            # A recipe takes a few seconds alone.
+            code = ranks.finish(RUN_S + 10 * len(words))
             return code, ranks.output()
 
     def found(self, script: str, processes: int) -> list[dict[str, Any]]:
@@ -248,7 +253,7 @@ class Ranks:
     def codes(self) -> list[int | None]:
         return [process.exitcode for process in self._processes]
 
-    def wait(self, limit_s: float = LIMIT_S) -> list[int]:
+    def wait(self, limit_s: float = RUN_S) -> list[int]:
         """All exit codes, once all have ended."""
         end = time.monotonic() + limit_s
         for process in self._processes:
@@ -257,7 +262,7 @@ class Ranks:
         assert None not in codes, f"not all ended within {limit_s:g} s: {codes}\n{self.output()}"
         return [code for code in codes if code is not None]
 
-    def finish(self, limit_s: float = LIMIT_S) -> int:
+    def finish(self, limit_s: float = RUN_S) -> int:
         """Waits as a launcher does: the first failure ends all, whom it would leave waiting; returns its exit code."""
         end = time.monotonic() + limit_s
         running = {process.sentinel: process for process in self._processes}

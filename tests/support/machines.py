@@ -12,7 +12,6 @@ does not set apart is shared.
 
 import functools
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -22,11 +21,12 @@ from pathlib import Path
 from typing import Any, Self
 
 import psutil
+from external_commands import require, why_missing
 from forkserver import until
-from harness import LIMIT_S, environment
+from harness import RUN_S, environment
 
 LACK = "machines cannot be made here"
-"""How the reason begins for which tests of machines are skipped; `conftest.py` has it."""
+"""How the reason begins for which tests of machines are skipped where namespaces are not permitted."""
 
 LOOPBACK = "127.0.1.1"
 """The address that Debian's installer gives a machine's own name."""
@@ -47,9 +47,8 @@ _OWN = ["--net", "--pid", "--mount", "--uts", "--ipc"]
 @functools.cache
 def lacking() -> str | None:
     """Returns why machines cannot be made here, as far as a test may be skipped for it; None if they can."""
-    for command in ("ip", "nsenter", "unshare"):
-        if shutil.which(command) is None:
-            return f"{LACK}: there is no command `{command}`"
+    if reason := why_missing("hostname", "ip", "mount", "nsenter", "unshare"):
+        return reason
     # All that a switch and a machine are made of.
     script = (
         "ip link add br0 type bridge && ip link add p0 type veth peer name eth0 && hostname m0 && "
@@ -91,7 +90,7 @@ class Program:
         """Sends a signal to the command."""
         os.kill(self.pid, number)
 
-    def wait(self, limit_s: float = LIMIT_S) -> int:
+    def wait(self, limit_s: float = RUN_S) -> int:
         """Waits for its end; returns the exit code."""
         try:
             return self._process.wait(limit_s)
@@ -182,7 +181,7 @@ class Machine:
             )
         return Program(process, printed)
 
-    def run(self, words: Sequence[str], *, limit_s: float = LIMIT_S, **options: Any) -> tuple[int, str]:
+    def run(self, words: Sequence[str], *, limit_s: float = RUN_S, **options: Any) -> tuple[int, str]:
         """Runs a command to its end, as `start` does; returns its exit code and everything that it printed."""
         program = self.start(words, **options)
         return program.wait(limit_s), program.output
@@ -266,6 +265,7 @@ class Machine:
 
     def allow_only(self, *ports: int) -> None:
         """Has a firewall drop every new TCP connection to the machine but those to some ports."""
+        require("nft")
         allowed = ", ".join(map(str, ports))
         rule = f"iif != lo tcp flags & (syn | ack) == syn tcp dport != {{ {allowed} }} drop"
         table = f"table inet wall {{\nchain input {{\ntype filter hook input priority 0\n{rule}\n}}\n}}"

@@ -10,15 +10,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from external_commands import needs
 from forkserver import until
-from harness import environment
+from harness import RUN_S, WAIT_S, environment
 from ranks import free_port
 
 from finetune.distributed.launch.network_interface import own_addresses
 
-LIMIT_S = 300
 WHERE = f"{os.environ['PATH']}:/usr/sbin"
-MISSING = [name for name in ("slurmctld", "slurmd", "sbatch") if shutil.which(name, path=WHERE) is None]
+needs_slurm = needs("sbatch", "slurmctld", "slurmd", path=WHERE)
 
 # The first node's name is an address of this machine, by which other nodes find it: launchers refuse 127.0.0.1. The
 # GPU is none: a launch sees none behind it. `cred_expire` is also how long a requeued job waits, and 5 the least.
@@ -67,7 +67,7 @@ class SlurmCluster:
 
     def ask(self, *words: str) -> str:
         """Runs a command of Slurm; returns what it prints, or "" if it fails."""
-        done = subprocess.run(words, env=self.env, cwd=self.folder, text=True, capture_output=True, timeout=LIMIT_S)
+        done = subprocess.run(words, env=self.env, cwd=self.folder, text=True, capture_output=True, timeout=WAIT_S)
         return done.stdout.strip() if done.returncode == 0 else ""
 
     def submit(self, *words: str) -> str:
@@ -126,7 +126,7 @@ def slurm_cluster(folder: Path, nodes: int, path: str) -> Iterator[SlurmCluster]
             said = (folder / "daemons.log").read_text
             until(
                 lambda: _ended(running) or cluster.ask("sinfo", "-h", "-t", "idle", "-o", "%D") == str(nodes),
-                LIMIT_S,
+                RUN_S,
                 said,
             )
             assert not _ended(running), said()
@@ -134,11 +134,11 @@ def slurm_cluster(folder: Path, nodes: int, path: str) -> Iterator[SlurmCluster]
         finally:
             if not _ended(running):
                 cluster.ask("scancel", "--user", getpass.getuser())
-                until(lambda: not cluster.ask("squeue", "-h"), LIMIT_S, "jobs do not end")
+                until(lambda: not cluster.ask("squeue", "-h"), RUN_S, "jobs do not end")
             for daemon in reversed(running):
                 daemon.terminate()
             for daemon in running:
-                daemon.wait(LIMIT_S)
+                daemon.wait(WAIT_S)
             shutil.rmtree(spool)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from forkserver import until
-from harness import LIMIT_S, ROOT, environment
+from harness import ROOT, RUN_S, environment
 
 
 def _take_terminal() -> None:
@@ -65,7 +65,7 @@ class Terminal:
         return self._read.decode(errors="replace").replace("\r\n", "\n")
 
     def wait_for(self, text: str) -> None:
-        until(lambda: text in self.output or self.process.poll() is not None, LIMIT_S, lambda: self.output)
+        until(lambda: text in self.output or self.process.poll() is not None, RUN_S, lambda: self.output)
         assert text in self.output, self.output[-4000:]
 
     def press(self, keys: str) -> None:
@@ -83,7 +83,7 @@ class Terminal:
 
     def end(self) -> int:
         """Waits for the command's end, and reads the last that it has printed; returns its exit code."""
-        code = self.process.wait(LIMIT_S)
+        code = self.process.wait(RUN_S)
         if not self._closing.is_set():
-            self._reader.join(LIMIT_S)
+            self._reader.join(RUN_S)
         return code

@@ -11,7 +11,7 @@ import psutil
 import pytest
 import torch
 from forkserver import KILLED, ForkServer, until
-from harness import LIMIT_S, Launcher, Result, environment, launch_really, run
+from harness import WAIT_S, Launcher, Result, environment, launch_really, run
 from recipes_for_tests import PARITY
 
 # One of each way in which Accelerate tells workers what to do.
@@ -130,11 +130,14 @@ while True:
     note = tmp_path / "pid"
     words = [quick_python, script(tmp_path, text), str(note)]
     with subprocess.Popen(words, env=environment(), stderr=subprocess.DEVNULL) as command:
-        until(lambda: note.exists() and note.read_text() != "", LIMIT_S, "it never began")
-        fork = int(note.read_text())
-        command.send_signal(number)
-        assert command.wait(LIMIT_S) == (75 if number == signal.SIGTERM else -number)
-    until(lambda: not psutil.pid_exists(fork), LIMIT_S, "the fork lives")
+        try:
+            until(lambda: note.exists() and note.read_text() != "", WAIT_S, "it never began")
+            fork = int(note.read_text())
+            command.send_signal(number)
+            assert command.wait(WAIT_S) == (75 if number == signal.SIGTERM else -number)
+        finally:
+            command.kill()  # the block waits for its end
+    until(lambda: not psutil.pid_exists(fork), WAIT_S, "the fork lives")
 
 
 def test_a_rank_that_fails_takes_the_others_along(fork_server: ForkServer, tmp_path: Path) -> None:

@@ -1,4 +1,3 @@
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -6,6 +5,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from external_commands import needs
 from forkserver import until
 from harness import environment
 from machines import LOOPBACK, Machines, Program
@@ -70,6 +70,7 @@ def once_reached(machines: Machines) -> float:
     return found[-1] or 0.0
 
 
+@needs("ps")
 def test_a_machine_has_things_of_its_own(machines: Machines) -> None:
     script = 'hostname; hostname -i; echo "$TMPDIR" "$HOME"; pwd; ps -e -o comm=; ls /dev/shm; exit 3'
     for machine in machines:
@@ -105,8 +106,6 @@ def test_cables(machines: Machines, echo: Program) -> None:
 
 
 def test_a_firewall(machines: Machines, echo: Program) -> None:
-    if subprocess.run(["sh", "-c", "command -v nft"], capture_output=True).returncode:
-        pytest.skip("machines cannot be made here: there is no command `nft`")
     machines[0].allow_only(PORT + 1)
     assert reached(machines) is None
     machines[0].allow_all()
@@ -137,6 +136,7 @@ def test_a_machine_dies_and_returns(machines: Machines, echo: Program, silently:
     once_reached(machines)
 
 
+@needs("getent")
 def test_own_name(tmp_path: Path) -> None:
     with Machines(tmp_path / "own", 1, own_address=LOOPBACK) as machines:
         assert machines[0].run(["getent", "hosts", "m0"])[1].split() == [LOOPBACK, "m0"]
@@ -157,8 +157,10 @@ with Machines(Path(sys.argv[1]), 1) as machines:
     words = [sys.executable, "-c", code, str(tmp_path / "own")]
     with subprocess.Popen(words, stdout=subprocess.PIPE, env=environment(), text=True) as maker:
         assert maker.stdout is not None
-        pids = list(map(int, maker.stdout.readline().split()))
-        assert len(pids) == 2
-        assert all(map(psutil.pid_exists, pids))
-        os.kill(maker.pid, 9)
+        try:
+            pids = list(map(int, maker.stdout.readline().split()))
+            assert len(pids) == 2
+            assert all(map(psutil.pid_exists, pids))
+        finally:
+            maker.kill()  # the block waits for its end
     until(lambda: not any(map(psutil.pid_exists, pids)), 30.0, f"{pids} are there")

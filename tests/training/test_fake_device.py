@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from external_commands import require
 from filelock import FileLock
 from forkserver import ForkServer
 from harness import ROOT, Launcher, Result, assert_same_path
@@ -97,6 +98,7 @@ def fake(launcher: Launcher, fork_server: ForkServer, tmp_path: Path) -> Fake:
     folder = launcher.shared / "fake_cuda"
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
+        require("c++")
         library = fake_cuda.built(folder)
     return Fake(tmp_path, fork_server, library)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from forkserver import until
-from harness import LIMIT_S, environment
+from harness import RUN_S, environment
 from ranks import MODEL, Place, by_finetune
 from terminal import Terminal
 
@@ -35,7 +35,7 @@ def struck(place: Place, module: str, number: int, words: list[str]) -> subproce
     place.write("sitecustomize.py", STRUCK)
     env = environment(STRIKE=module, NUMBER=str(number), TMPDIR=str(place.folder))
     env["PYTHONPATH"] += f":{place.folder}"
-    return subprocess.run(words, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    return subprocess.run(words, env=env, capture_output=True, text=True, timeout=RUN_S, check=False)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_what_prints_into_nothing_goes_on(tmp_path: Path, kind: str) -> None:
     os.close(theirs)
     os.close(ours)
     os.write(tells, b"x")
-    assert process.wait(LIMIT_S) == 0
+    assert process.wait(RUN_S) == 0
     assert (tmp_path / "end").exists()
 
 
