@@ -1,7 +1,7 @@
 # Everything a developer runs. `make help` lists it; the set-up itself is scripts/setup.sh.
 
 SHELL := /bin/bash
-# Another environment, with other versions: make test-quick VENV=build/x CONSTRAINTS=tests/versions/lowest.txt
+# Another environment, with other versions: make test-smoke VENV=build/x CONSTRAINTS=tests/versions/lowest.txt
 VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
 PY := $(VENV)/bin/python
@@ -15,7 +15,7 @@ PYTEST_ARGS ?=
 DEMO_THREADS := $(shell n=$$(( $(CORES) / 2 )); echo $$(( n < 1 ? 1 : n )))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-qlora test durations test-quick test-search test-wheel test-resume test-chaos check docs support-matrix ops format clean
+.PHONY: help setup demo demo-qlora test durations test-quick test-search test-smoke test-wheel test-resume test-chaos check docs support-matrix ops format clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -44,7 +44,7 @@ test: setup  ## Run the whole test suite (PYTEST_ARGS="-k name -x" narrows it)
 durations: export FINETUNE_DURATIONS = 1
 durations: test  ## Run it, and write what tests take into tests/durations.json, by which it is ordered
 
-# What a contributor runs before each commit, and CI with other versions: the tests that are marked `quick`.
+# What a contributor runs before each commit: the tests that are marked `quick`.
 test-quick: setup  ## Run a test of each thing there is, at most 4 minutes on 2 cores
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false \
 	  $(PY) -m pytest -n $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder -m quick $(PYTEST_ARGS)
@@ -57,6 +57,10 @@ test-search: setup  ## Search other examples for one that breaks a property, TIM
 	  OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false \
 	    $(PY) -m pytest -q -n $(TEST_WORKERS) --dist loadgroup -m hypothesis \
 	    --hypothesis-profile=search --hypothesis-seed=$$seed $(PYTEST_ARGS) || exit 1; done
+
+# One after the other, since their runs are shared, and start as forks of one process.
+test-smoke: setup  ## What CI runs with other versions of the libraries: each way to launch, in a minute
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(PY) -m pytest -n 0 $(PYTEST_ARGS) tests/versions/smoke.py
 
 test-resume: setup  ## Resume every backend's checkpoint on every backend; writes docs/resume-matrix.md (about 30 minutes)
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(PY) tests/support/matrix.py docs/resume-matrix.md

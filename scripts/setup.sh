@@ -3,12 +3,13 @@
 #
 #   PYTHON=python3.12 scripts/setup.sh    another interpreter (3.11 or newer)
 #   VENV=DIR CONSTRAINTS=FILE             another environment, with other versions (scripts/test_versions.py)
+#   PACKAGES="-e . pytest"                other packages than those that development needs
 #   TORCH_PIP_ARGS="--index-url URL"      where torch comes from, for example a CPU-only build
 #   SETUP_SYSTEM=0                        never call apt-get
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-readonly VENV=${VENV:-.venv} CONSTRAINTS=${CONSTRAINTS:-constraints.txt}
+readonly VENV=${VENV:-.venv} CONSTRAINTS=${CONSTRAINTS:-constraints.txt} PACKAGES=${PACKAGES:--e .[dev]}
 readonly STAMP=$VENV/finetune-setup.sha256
 readonly LOG=$VENV/setup.log
 
@@ -17,9 +18,9 @@ fail() {
   exit 1
 }
 
-# What was installed is a function of these two files, so their digest says whether there is anything to do.
+# What was installed is a function of these, so their digest says whether there is anything to do.
 digest() {
-  cat pyproject.toml "$CONSTRAINTS" | { sha256sum 2>/dev/null || shasum -a 256; } | cut -d ' ' -f 1
+  { cat pyproject.toml "$CONSTRAINTS" && printf '%s' "${PACKAGES#"-e .[dev]"}"; } | { sha256sum 2>/dev/null || shasum -a 256; } | cut -d ' ' -f 1
 }
 
 find_python() {
@@ -117,7 +118,8 @@ main() {
   pip_step "1/3 torch (the largest download)" ${TORCH_PIP_ARGS:-} torch setuptools wheel hatchling editables
   # No ops at install time: they are built for this machine when a launch config needs them, or by `make ops`.
   DS_BUILD_OPS=0 pip_step "2/3 deepspeed" --no-build-isolation deepspeed
-  pip_step "3/3 finetune and its other packages" --no-build-isolation -e '.[dev]'
+  # shellcheck disable=SC2086  # the packages are words on purpose
+  pip_step "3/3 finetune and its other packages" --no-build-isolation $PACKAGES
   system_packages
   printf '%s\n' "$wanted" >"$STAMP"
   echo "==> ready; the log is $LOG"

@@ -1,6 +1,7 @@
 """Runs the tests with other versions of the libraries, each set in an environment of its own below build/versions/.
 
-    scripts/test_versions.py lowest highest     the quick tests, as CI does
+    scripts/test_versions.py lowest highest     the smoke, tests/versions/smoke.py, as CI does
+    scripts/test_versions.py lowest --quick     the quick tests
     scripts/test_versions.py tested --whole     the whole suite, with constraints.txt
     scripts/test_versions.py tested --python python3.13
     scripts/test_versions.py highest --lock     first write tests/versions/highest.txt anew
@@ -25,15 +26,19 @@ LOCKS = ROOT / "tests" / "versions"
 SHOWN = ("torch", "transformers", "accelerate", "peft", "datasets", "deepspeed", "bitsandbytes")
 HEADER = """\
 # The {name} versions that pyproject.toml allows, and what came with them. Written by
-# `scripts/test_versions.py {name} --lock`; the quick tests run with it.
+# `scripts/test_versions.py {name} --lock`; CI runs tests/versions/smoke.py with it.
 """
+# What the smoke imports beside this package. The rest of what development needs takes as long to install.
+SMOKE = "-e . hypothesis pytest pytest-timeout pytest-xdist"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sets", nargs="+", metavar="SET", help="lowest, highest, tested, or a constraints file")
     parser.add_argument("--python", default=sys.executable, help="the interpreter (this one)")
-    parser.add_argument("--whole", action="store_true", help="the whole suite, not the quick tests")
+    more = parser.add_mutually_exclusive_group()
+    more.add_argument("--quick", action="store_true", help="the quick tests, not the smoke")
+    more.add_argument("--whole", action="store_true", help="the whole suite, not the smoke")
     parser.add_argument("--lock", action="store_true", help="first resolve lowest or highest anew")
     parser.add_argument("--keep", action="store_true", help="keep the environments")
     parsed = parser.parse_args(arguments)
@@ -54,10 +59,13 @@ def run(name: str, parsed: argparse.Namespace) -> int:
     ).stdout.strip()
     venv = ROOT / "build" / "versions" / f"{file.stem}-python{python}"
     venv.parent.mkdir(parents=True, exist_ok=True)
-    environment = {**os.environ, "VENV": str(venv), "PYTHON": parsed.python}
+    # Most of what is installed is never imported: what is, the first process compiles. (For pip, 0 is `--no-compile`.)
+    environment = {**os.environ, "VENV": str(venv), "PYTHON": parsed.python, "PIP_NO_COMPILE": "0"}
     if parsed.lock:
         lock(name, file, venv, environment)
-    target = "test" if parsed.whole else "test-quick"
+    target = "test" if parsed.whole else "test-quick" if parsed.quick else "test-smoke"
+    if target == "test-smoke":
+        environment["PACKAGES"] = SMOKE
     log = venv.with_name(f"{venv.name}.log")
     start = time.monotonic()
     with log.open("w", encoding="utf-8") as stream:

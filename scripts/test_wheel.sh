@@ -41,16 +41,37 @@ borrow_packages() {
   .venv/bin/python -m pip --python "$PLACE/venv/bin/python" install --no-index "$(echo "$PLACE"/dist/*.whl)[$extras]"
 }
 
-only_the_wheel() {
+# All that a command finds by name lies in the wheel: launch files and DeepSpeed's, recipes, the schema, a
+# new project's files. One process runs them all, since most of a command's time is its start.
+commands() {
   "$PLACE/venv/bin/python" - "$HERE" <<'PYTHON'
+import contextlib
+import io
 import sys
 from pathlib import Path
 
 import finetune
+from finetune.cli import main
 
 here = Path(sys.argv[1])
 assert Path(finetune.__file__).is_relative_to(sys.prefix), finetune.__file__
 assert here not in [Path(entry).resolve() for entry in sys.path], sys.path
+for words in (
+    "schema",
+    "schema --path",
+    "plan sample",
+    "explain sample optim.lr --config_file zero3",
+    "doctor --recipe sample --config_file ddp",
+    "init project",
+):
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        assert main.main(words.split()) == 0, words
+    print(words, said.getvalue(), sep="\n")
+    if words == "schema":
+        printed = said.getvalue()
+    elif words == "schema --path":
+        assert Path(said.getvalue().strip()).read_text(encoding="utf-8") == printed
 PYTHON
 }
 
@@ -70,17 +91,11 @@ mkdir "$PLACE/empty"
 cd "$PLACE/empty"
 export PATH="$PLACE/venv/bin:$PATH" HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 unset PYTHONPATH
-step "only the wheel is there to import" only_the_wheel
-step "two processes with FSDP2" finetune launch --config_file fsdp sample length.steps=4 output.dir=runs/fsdp
-step "it was FSDP on two processes" grep "launch    fsdp x 2 on" "$PLACE/log"
-step "its model is there" ls runs/fsdp/model/model.safetensors
-step "finetune schema" finetune schema
-step "is the file that ships" cmp "$PLACE/log" "$(finetune schema --path)"
-step "finetune plan" finetune plan sample
-step "finetune explain" finetune explain sample optim.lr --config_file zero3
-step "finetune doctor" finetune doctor --recipe sample --config_file ddp
-step "finetune init" finetune init project
+step "only the wheel is there to import, and its commands find its files" commands
 cd project
-step "its recipe" finetune launch --config_file single recipe.yaml "length={steps: 2}"
+step "two processes with FSDP2 train the new project" finetune launch --config_file fsdp recipe.yaml \
+  "length={steps: 4}" output.dir=run
+step "it was FSDP on two processes" grep "launch    fsdp x 2 on" "$PLACE/log"
+step "its model is there" ls run/model/model.safetensors
 cd "$HERE"
 echo "==> the wheel works"

@@ -16,7 +16,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from accelerate.state import AcceleratorState, GradientState
 from harness import MARK
 
 from finetune.config.recipe import load_recipe
@@ -152,8 +151,7 @@ def main(paths: list[str]) -> None:
         if path != paths[-1]:
             del run
             gc.collect()
-            AcceleratorState._reset_state(reset_partial_state=True)
-            GradientState._reset_state()
+            Backend.forget()
     run.backend.close()
     exit_codes.exit_with(0)
 

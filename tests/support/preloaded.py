@@ -7,6 +7,10 @@ import logging
 import os
 from contextlib import suppress
 
+import private_uses
+
+private_uses.watch()
+
 # What takes longest to import of what a run imports, by then or later.
 MODULES = (
     "accelerate.commands.launch",

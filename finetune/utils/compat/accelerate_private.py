@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 from accelerate import FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import modeling, other
+from accelerate.utils import other
 
 from finetune.utils.compat.library_versions import require
 
@@ -16,12 +16,10 @@ require("accelerate", FullyShardedDataParallelPlugin, "_no_split_modules")
 require("accelerate", AcceleratorState, "_reset_state")
 require("accelerate", GradientState, "_reset_state")
 require("accelerate", other, "is_deepspeed_available")
-require("accelerate", modeling, "is_peft_available")
 
-# To check if a model is of one of their classes, it imports them; no model is before they are imported elsewhere.
-# Source: accelerate 1.15, `extract_model_from_parallel` and `is_peft_model`.
+# To check if a model is of one of its classes, it imports DeepSpeed; no model is before that is imported elsewhere.
+# Source: accelerate 1.15, `extract_model_from_parallel`.
 other.is_deepspeed_available = lambda: sys.modules.get("deepspeed") is not None
-modeling.is_peft_available = lambda: sys.modules.get("peft") is not None
 
 
 def reset_state() -> None:
