@@ -119,7 +119,9 @@ def elastic(folder: Path) -> None:
     once = LaunchConfig(
         1, 1, 1, run_id="smoke", rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0", max_restarts=0, monitor_interval=0.02
     )
-    with torch_private.no_failure(75, lambda handler: told.append(len(torch_private.rendezvous_state(handler).participants))):
+    with torch_private.no_failure(
+        75, lambda handler: told.append(len(torch_private.rendezvous_state(handler).participants))
+    ):
         elastic_launch(once, sys.executable)("-S", str(script), str(folder / "starts"))
     assert (folder / "starts").read_text() == "xx"
     assert told == [1]
@@ -181,7 +183,12 @@ def networks(folder: Path) -> None:
     filled = [init_weights(bare, seed).state_dict() for seed in (0, 0, 1)]
     assert all(torch.equal(filled[0][name], tensor) for name, tensor in filled[1].items())
     assert not all(torch.equal(filled[0][name], tensor) for name, tensor in filled[2].items())
-    assert attention.choose_attention("auto", bare.config, importlib.import_module("transformers").AutoModelForCausalLM, told=True) == attention.NAME
+    assert (
+        attention.choose_attention(
+            "auto", bare.config, importlib.import_module("transformers").AutoModelForCausalLM, told=True
+        )
+        == attention.NAME
+    )
 
 
 class Disk:

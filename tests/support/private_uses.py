@@ -223,5 +223,3 @@ def unused(folder: Path) -> list[str]:
     return [str(use) for use in missed] + sorted(
         name for name in required_names() - reached - imported if f"{name}()" not in reached
     )
-
-
