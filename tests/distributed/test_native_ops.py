@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from external_commands import require_compiler
+from external_commands import require
 from harness import ROOT, RUN_S, WAIT_S
 
 from finetune.distributed import native_ops
@@ -153,7 +153,7 @@ def finish(process: "subprocess.Popen[str]") -> str:
 
 @pytest.fixture
 def tiny(tmp_path: Path, extensions: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tiny]:
-    require_compiler()
+    require("c++")
     native_ops.prepare_environment()
     tiny = Tiny(tmp_path, extensions)
     monkeypatch.setenv("TINY", str(tmp_path))

@@ -5,7 +5,7 @@ Whatever runs such a program asks for it here: a test by the marker that `needs`
 
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from unittest import mock
 
 import pytest
@@ -62,14 +62,16 @@ def require(*programs: str) -> None:
         pytest.skip(reason)
 
 
-def require_compiler() -> None:
-    """Skips the test that asks, unless DeepSpeed's native ops can be compiled: on a CPU it runs with none less."""
+def require_ops(ops: Sequence[str]) -> None:
+    """Skips the test that asks, unless native ops of DeepSpeed can be compiled; builds those that are not built yet."""
     with mock.patch.dict(os.environ):
         native_ops.prepare_environment()
-        missing = native_ops.find_missing("shm_comm")
-    if missing is not None:
-        require("c++")
-        pytest.skip(f"DeepSpeed's native ops cannot be compiled: {missing[0]} ({missing[1]})")
+        for op in ops:
+            if missing := native_ops.find_missing(op):
+                require("c++")
+                pytest.skip(f"DeepSpeed's native op {op} cannot be compiled: {missing[0]} ({missing[1]})")
+        # Here, where no limit is set for a launch.
+        native_ops.ensure_built(ops, quiet=True)
 
 
 def missing_in(reason: str) -> list[str]:

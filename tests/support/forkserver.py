@@ -28,9 +28,9 @@ from typing import Any
 from unittest import mock
 
 import torch
-from external_commands import require_compiler
+from external_commands import require_ops
 from harness import ROOT, RUN_S, environment
-from ranks import exported, free_port, launch_file
+from ranks import exported, free_port, launch_file, needed_ops
 
 KILLED = 124
 """The exit code of what took too long and was killed, as `timeout` has it."""
@@ -157,9 +157,8 @@ class ForkServer:
             in_turn: Start the last rank first, and each of the others once the one before has ended.
         """
         key = (str(config), processes)
-        if launch_file(config)["distributed_type"] == "DEEPSPEED" and not _by_spawning():
-            require_compiler()
         if key not in self._exported:
+            require_ops(needed_ops(config))
             self._exported[key] = exported(config, processes)
         common, tree = self._exported[key], launch_file(config)
         world = processes or tree["num_processes"]

@@ -17,7 +17,10 @@ import testdata
 import yaml
 from harness import ROOT, command
 
+from finetune.distributed import native_ops
+from finetune.distributed.launch.predicted_environment import launch_of_file
 from finetune.training import entry_point
+from finetune.utils.errors import BackendError
 
 if TYPE_CHECKING:
     from forkserver import ForkServer
@@ -117,6 +120,14 @@ def launch_file(config: str | Path) -> dict[str, Any]:
     file = config if isinstance(config, Path) else ROOT / "accelerate_configs" / f"{config}.yaml"
     tree: dict[str, Any] = yaml.safe_load(file.read_text())
     return tree
+
+
+def needed_ops(config: str | Path) -> list[str]:
+    """The native ops of DeepSpeed that a launch file needs here, shipped or not; none if it is refused."""
+    file = config if isinstance(config, Path) else ROOT / "accelerate_configs" / f"{config}.yaml"
+    with suppress(BackendError):
+        return native_ops.needed_ops(launch_of_file(file, launch_file(config)["num_processes"]))
+    return []
 
 
 _CANDIDATES = itertools.count(random.randrange(10_000))

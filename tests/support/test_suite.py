@@ -39,7 +39,8 @@ WITHOUT_MACHINES = {
 def run_tests(*words: str, shell: str = "", **variables: str) -> tuple[int, str]:
     """Runs some of the tests, not as CI does, behind a command of the shell."""
     pytest_here = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *words]
-    return run(["sh", "-c", f'{shell} exec "$@"', "sh", *pytest_here], env=environment(**{"CI": "", **variables}))
+    env = {name: value for name, value in environment().items() if name not in ("CI", "FINETUNE_DURATIONS")}
+    return run(["sh", "-c", f'{shell} exec "$@"', "sh", *pytest_here], env=env | variables)
 
 
 def test_signals_have_their_default_action_in_what_tests_start(fork_server: ForkServer, tmp_path: Path) -> None:
