@@ -70,7 +70,7 @@ def survey_source(path: str, kind: Kind | None = None, given: Mapping[str, Any] 
     Raises:
         DataError: If it cannot be read as that, or as anything.
     """
-    raw = RecordForm(AS_IT_IS, {}, {}, "text", strip=True, tolerance=Tolerance(lenient=False))
+    raw = RecordForm(AS_IT_IS, (given or {}).get("fields", {}), {}, "text", strip=True, tolerance=Tolerance(lenient=False))
     first = next(open_source(Source(path=path), labelled=False, form=raw).documents(), None)
     if first is None:
         raise DataError(f"{path} holds no documents. Name a file with some.")

@@ -73,6 +73,7 @@ def test_what_records_are(record: Any, kind: Kind, keys: dict[str, Any], tmp_pat
             r"these are no conversations\. .*fields\.assistant=… .*`question` and `answer`",
         ),
         ({"question": "a", "answer": ""}, None, "the answer is empty"),
+        ({"prompt": "a", "chosen": [{}], "rejected": [{}]}, None, "These are preferences"),
         ({"text": "a", "label": 0.5}, None, "a class is an integer or a text"),
     ],
 )
