@@ -117,7 +117,7 @@ def test_csv(tmp_path: Path) -> None:
         writer.writerow(["x" * 300_000, "good"])
     documents = list(read_file(path, Fields("text", "label")))
     assert [d.text for d in documents[:-1]] == TEXTS
-    assert [d.label for d in documents] == [0, 1, 2, 3, "good"]
+    assert [d.label for d in documents] == ["0", "1", "2", "3", "good"]
 
 
 def test_parquet(tmp_path: Path) -> None:

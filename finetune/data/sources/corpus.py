@@ -21,11 +21,13 @@ from finetune.config.recipe_schema import Source
 from finetune.data.sources.conversation_formats import RecordForm
 from finetune.data.sources.readers import (
     BATCH_ROWS,
+    READER_VERSIONS,
     Document,
     Fields,
     class_names,
     document_of,
     file_classes,
+    label_order,
     read_file,
     refuse_unreadable,
     require_fields,
@@ -130,7 +132,9 @@ def open_source(
     files = find_files(source.path)
     if len(files) == 1 and files[0].is_dir():
         return _open_saved(source, files[0], fields)
-    content = [[path.suffix.lower(), _hash_file(path)] for path in files]
+    content = [
+        [f"{path.suffix.lower()}{READER_VERSIONS.get(path.suffix.lower(), '')}", _hash_file(path)] for path in files
+    ]
 
     kinds = Counter(path.suffix.lower() for path in files)
     formats = ", ".join(f"{count:,} {suffix}" for suffix, count in kinds.items()) if len(kinds) > 1 else ""
@@ -382,7 +386,7 @@ def held_out_digests(corpora: Sequence[Corpus], rules: Rules) -> npt.NDArray[np.
             if item.text and item.label is not None:
                 digests.append(item.digest)
                 codes.append(numbers.setdefault(item.label, len(numbers)))
-    ordered = sorted(numbers, key=lambda label: (isinstance(label, str), label))
+    ordered = sorted(numbers, key=label_order)
     ranks = np.empty(len(ordered), np.int64)
     ranks[[numbers[label] for label in ordered]] = np.arange(len(ordered))
     classes = ranks[np.array(codes, np.int64)]

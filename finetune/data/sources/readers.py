@@ -4,6 +4,7 @@ import csv
 import itertools
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +27,8 @@ END_OF_TEXT = "<|endoftext|>"
 
 BATCH_ROWS = 1024
 """Rows of a table that are in memory at once."""
+READER_VERSIONS = {".csv": 2, ".tsv": 2, ".conll": 2, ".conllu": 2}
+"""Versions of readers that have changed, part of the cache's key."""
 _LARGEST_FP32 = 3.4028234e38
 _DELIMITERS = (",", ";", "\t", "|")
 _SNIFFED_ROWS = 20
@@ -198,7 +201,7 @@ def _listed(value: Any, key: str, name: str, where: str) -> list[Any]:
             f"{where}: the field '{name}' holds {what}, and words and their tags are read from lists, or from texts "
             f"in which spaces divide them. Write it so, as JSON lines do, or name another field as `{key}`."
         )
-    return [int(part) if key == "label_field" and part.isascii() and part.isdigit() else part for part in value.split()]
+    return value.split()
 
 
 def _number(label: Any, fields: Fields, where: str) -> float:
@@ -238,6 +241,19 @@ def _class(label: Any, fields: Fields, where: str) -> int | str:
     if isinstance(label, str):
         return label
     return classes[label] if classes else int(label)
+
+
+def integer_of(label: int | str | float) -> int | None:
+    """Returns the integer that a label is, also as the text that `str` writes; None for any other, such as `01`."""
+    if isinstance(label, str) and re.fullmatch("0|-?[1-9][0-9]{0,17}", label, re.ASCII):
+        return int(label)
+    return label if isinstance(label, int) else None
+
+
+def label_order(label: int | str | float) -> tuple[bool, int | str]:
+    """Returns the key by which labels are sorted: integers by size, however they are written, and then texts."""
+    integer = integer_of(label)
+    return (True, str(label)) if integer is None else (False, integer)
 
 
 def class_names(features: Any, fields: Fields) -> tuple[str, ...]:
@@ -412,12 +428,7 @@ def _read_csv(path: Path, fields: Fields, meter: Meter) -> Iterator[Document]:
                     f"{where} has {len(row)} columns and the header has {len(header)} (divided by {delimiter!r}). Mend "
                     f"the line, or put quotes around texts that contain {delimiter!r}."
                 )
-            record: dict[str, Any] = dict(zip(header, row, strict=True))
-            if fields.label is not None and not fields.tagged:
-                label = record[fields.label]
-                # CSV knows only text.
-                record[fields.label] = int(label) if label.isascii() and label.isdigit() else label
-            yield document_of(record, fields, where)
+            yield document_of(dict(zip(header, row, strict=True)), fields, where)
     except csv.Error as error:
         reason = "its lines end in carriage returns alone" if "new-line character" in str(error) else str(error)
         advice, further = "Mend the line", f", in a record that goes on to line {rows.line_num}"
