@@ -53,7 +53,7 @@ _ADVICE: dict[Wanted, dict[Kind, str]] = {
         "tokenizer": "Name files of documents. The tokenizer is named as tokenizer.name.",
     },
 }
-DATA_SUFFIXES = (".txt", ".jsonl", ".json", ".parquet", ".csv", ".tsv", ".conll")
+DATA_SUFFIXES = (".txt", ".jsonl", ".json", ".parquet", ".csv", ".tsv", ".conll", ".conllu")
 """Endings of files that hold documents."""
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
 

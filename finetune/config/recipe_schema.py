@@ -211,8 +211,8 @@ class Source(Section):
     generates conversations, unless `format` is `text`."""
     path: PathText | None = None
     """A file, glob, or directory, with those below it: .txt (documents end with a line `<|endoftext|>`), .jsonl, .json,
-    .parquet, .csv, .tsv, .conll (a word and its tag a line); or a directory written by `datasets`' `save_to_disk`.
-    Relative paths count from the working directory."""
+    .parquet, .csv, .tsv, .conll, .conllu (a word and its tag a line); or a directory written by `datasets`'
+    `save_to_disk`. Relative paths count from the working directory."""
     hub: str | None = None
     """Name of a data set on the Hugging Face hub."""
     hub_config: str | None = None

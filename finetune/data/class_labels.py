@@ -1,7 +1,7 @@
 """Label names to class numbers."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -182,13 +182,13 @@ def _among(known: KnownClasses, labels: Sequence[int | str], num_labels: int | N
         return None
     # Documents of validation may have other numbers than those of training.
     spelled = _with_integers(number_of)
-    by_name = by_name and len(spelled) > len(names)
-    number_of = spelled if by_name else {**{str(number): number for number in placed}, **placed, **number_of}
+    if not (by_name and len(spelled) > len(names)):
+        spelled = _with_integers({str(number): number for number in placed}) | number_of
     every = _padded(names, num_labels)
-    return ClassList(len(every), every, number_of, known)
+    return ClassList(len(every), every, spelled, known)
 
 
-def _with_integers(number_of: dict[Any, int]) -> dict[int | str, int]:
+def _with_integers(number_of: Mapping[Any, int]) -> dict[int | str, int]:
     """Adds the integers that names write."""
     spelled = ((integer_of(name), number) for name, number in number_of.items())
-    return number_of | {integer: number for integer, number in spelled if integer is not None}
+    return dict(number_of) | {integer: number for integer, number in spelled if integer is not None}

@@ -8,7 +8,8 @@ from functools import partial
 
 from finetune.config.recipe_schema import ChecksSection
 from finetune.data.class_labels import some
-from finetune.data.text_issues import DUPLICATE_KEY, LOSSY, MOJIBAKE, NUL, Finding
+from finetune.data.sources.readers import DUPLICATE_KEY, SWALLOWED
+from finetune.data.text_issues import LOSSY, MOJIBAKE, NUL, Finding
 from finetune.utils.errors import DataError
 from finetune.utils.exact import exact_product
 
@@ -24,6 +25,7 @@ WORDS = {
     MOJIBAKE: "documents look wrongly decoded",
     NUL: "documents hold NUL characters",
     DUPLICATE_KEY: "records have a key more than once, and its last value counts",
+    SWALLOWED: "records hold line ends and column dividers between quotes, as if they had swallowed other rows",
 }
 """Words for each kind of finding."""
 COUNTED = {

@@ -241,6 +241,27 @@ def test_tsv(tmp_path: Path) -> None:
     assert texts(write(tmp_path / "b.tsv", "text\na, b\n")) == ["a, b"]
 
 
+QUOTATION = [('"He came," she said.', "0"), ("No.", "1"), ('"And went', "0"), ('away?" "Yes."', "1")]
+
+
+@pytest.mark.parametrize("name", ["a.tsv", "a.csv"])
+def test_a_quotation_over_rows_divided_by_tabs_swallows_none(tmp_path: Path, name: str) -> None:
+    """Most corpora in tables that tabs divide quote nothing; those that quote as CSV does are read as CSV."""
+    lines = "".join(f"{text}\t{label}\n" for text, label in [("text", "label"), *QUOTATION])
+    found = list(read_file(write(tmp_path / name, lines), Fields("text", "label")))
+    assert [(document.text, document.label) for document in found] == QUOTATION
+    with (tmp_path / name).open("w", newline="") as file:
+        csv.writer(file, delimiter="\t").writerows([("text", "label"), *QUOTATION, ("Two\nlines", "1")])
+    found = list(read_file(tmp_path / name, Fields("text", "label")))
+    assert [(document.text, document.label) for document in found] == [*QUOTATION, ("Two\nlines", "1")]
+    assert {document.issue for document in found} == {None}
+    # Where lines do not have all columns, what may be other rows is said.
+    write(tmp_path / name, 'text\tlabel\n"He came.\t0\nAnd\nshe said no"\t1\n"No."\t0\n')
+    first, second = read_file(tmp_path / name, Fields("text", "label"))
+    assert first.issue == ("swallowed", repr("He came.\t0\nAnd\nshe said no"))
+    assert second.issue is None
+
+
 @pytest.mark.parametrize(
     ("content", "says"),
     [

@@ -305,7 +305,7 @@ class Chosen(NamedTuple):
     """File and line, for error messages."""
     read: int
     """Bytes of the source's files up to its end, as far as these can be told."""
-    duplicate_key: str | None = None
+    issue: tuple[str, str] | None = None
     """See `Document`."""
     tags: tuple[int | str, ...] | None = None
     """See `Document`."""
@@ -351,7 +351,7 @@ def choose_texts(corpus: Corpus, rules: Rules, held_digests: npt.NDArray[np.uint
                 place = int(np.searchsorted(held_digests, np.uint64(digest)))
                 held_out = place < held_digests.size and int(held_digests[place]) == digest
             copies = 1 if held_out else copies
-            about = (document.where, corpus.meter.done, document.duplicate_key, document.tags)
+            about = (document.where, corpus.meter.done, document.issue, document.tags)
             yield Chosen(data, digest, held_out, copies, document.label, *about)
 
 

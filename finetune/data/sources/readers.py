@@ -24,6 +24,8 @@ from finetune.utils.errors import DataError
 from finetune.utils.file_formats import HTML, PARQUET, format_of, holds_text
 
 END_OF_TEXT = "<|endoftext|>"
+DUPLICATE_KEY, SWALLOWED = "duplicate_key", "swallowed"
+"""Kinds of issues that only a reader sees."""
 
 BATCH_ROWS = 1024
 """Rows of a table that are in memory at once."""
@@ -32,6 +34,9 @@ READER_VERSIONS = {".csv": 2, ".tsv": 2, ".conll": 2, ".conllu": 2}
 _LARGEST_FP32 = 3.4028234e38
 _DELIMITERS = (",", ";", "\t", "|")
 _SNIFFED_ROWS = 20
+_QUOTED = re.compile('"(?:[^"]|"")*"')
+_CONLLU = ("id", "form", "lemma", "upos", "xpos", "feats", "head", "deprel", "deps", "misc")
+_CONLL_COMMENT = re.compile(r"#\s+\w+( id)? = ")
 _COMPRESSED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bzip2", ".xz": "xz", ".lz4": "lz4", ".zip": "zip"}
 
 
@@ -44,8 +49,8 @@ class Document(NamedTuple):
     """None where no label was asked for."""
     where: str
     """File and line, for error messages."""
-    duplicate_key: str | None = None
-    """A key that its record has more than once: the last value counts."""
+    issue: tuple[str, str] | None = None
+    """An issue that its reader has seen: its kind, and an example."""
     pair: str | None = None
     """The second of two texts."""
     tags: tuple[int | str, ...] | None = None
@@ -376,7 +381,7 @@ def _read_jsonl(path: Path, fields: Fields, meter: Meter) -> Iterator[Document]:
                 f"{where} is not valid JSON ({error}). A JSON-lines file holds one object a line; mend or remove the "
                 f"line.{' The file ends here, and may have been cut short.' if cut else ''}"
             ) from error
-        yield document_of(record, fields, where)._replace(duplicate_key=reader.duplicate_key)
+        yield document_of(record, fields, where)._replace(issue=_duplicate(reader))
 
 
 def _read_json(path: Path, fields: Fields, meter: Meter) -> Iterator[Document]:
@@ -400,15 +405,19 @@ def _read_json(path: Path, fields: Fields, meter: Meter) -> Iterator[Document]:
         return
     reader = JsonReader()
     for number, record in enumerate(json_items(path, meter, reader), start=1):
-        document = document_of(record, fields, f"{path}, item {number}")
-        yield document._replace(duplicate_key=reader.duplicate_key)
+        yield document_of(record, fields, f"{path}, item {number}")._replace(issue=_duplicate(reader))
+
+
+def _duplicate(reader: JsonReader) -> tuple[str, str] | None:
+    return None if reader.duplicate_key is None else (DUPLICATE_KEY, repr(reader.duplicate_key))
 
 
 def _read_csv(path: Path, fields: Fields, meter: Meter) -> Iterator[Document]:
     # Documents are longer than the module's own limit of 128 KiB a field; a quote that never closes must end.
     csv.field_size_limit(MAX_RECORD_BYTES)
     delimiter = "\t" if path.suffix.lower() == ".tsv" else _find_delimiter(path)
-    rows = csv.reader((line for _, line in lines(path, meter)), delimiter=delimiter, strict=True)
+    quote = None if delimiter == "\t" and _quotes_are_text(path) else '"'
+    rows = csv.reader((line for _, line in lines(path, meter)), delimiter=delimiter, strict=True, quotechar=quote)
     begins = 1  # the line of a record that may go on over several, which is where a quote opens that never closes
     try:
         header = next(rows, None)
@@ -428,7 +437,10 @@ def _read_csv(path: Path, fields: Fields, meter: Meter) -> Iterator[Document]:
                     f"{where} has {len(row)} columns and the header has {len(header)} (divided by {delimiter!r}). Mend "
                     f"the line, or put quotes around texts that contain {delimiter!r}."
                 )
-            yield document_of(dict(zip(header, row, strict=True)), fields, where)
+            document = document_of(dict(zip(header, row, strict=True)), fields, where)
+            # In prose there are commas and semicolons.
+            swallowed = [cell for cell in row if "\n" in cell and delimiter in cell and delimiter in "\t|"]
+            yield document._replace(issue=(SWALLOWED, repr(swallowed[0][:80]))) if swallowed else document
     except csv.Error as error:
         reason = "its lines end in carriage returns alone" if "new-line character" in str(error) else str(error)
         advice, further = "Mend the line", f", in a record that goes on to line {rows.line_num}"
@@ -437,6 +449,21 @@ def _read_csv(path: Path, fields: Fields, meter: Meter) -> Iterator[Document]:
             advice, further = "Close it; a quote inside a quoted text is written twice", ""
         further = further if rows.line_num > begins else ""
         raise DataError(f"{path}, line {begins} is not valid CSV: {reason}{further}. {advice}.") from error
+
+
+def _quotes_are_text(path: Path) -> bool:
+    """Tells if quotes in a file that tabs divide are characters like others, as in most corpora of this kind.
+
+    They are if each line has all columns, and some column begins with a quote without being quoted as CSV quotes.
+    """
+    columns, stray = 0, False
+    for _, line in lines(path, Meter()):
+        if cells := line.rstrip("\r\n").split("\t") if line.strip("\r\n") else []:
+            columns = columns or len(cells)
+            if not 1 < columns == len(cells):
+                return False
+            stray = stray or any(cell.startswith('"') and not _QUOTED.fullmatch(cell) for cell in cells)
+    return stray
 
 
 def _find_delimiter(path: Path) -> str:
@@ -472,32 +499,58 @@ def _require_header(header: list[str], fields: Fields, path: Path) -> None:
 
 
 def _read_conll(path: Path, fields: Fields, meter: Meter) -> Iterator[Document]:
-    """Sentences that blank lines end: a word in each line, and its tag, the last of the columns."""
+    """Sentences that blank lines end: a word in each line, and its tag, the last of the columns.
+
+    In CoNLL-U, which has its own ten columns, the tag is the one that `label_field` names, or `upos`.
+    """
     if not fields.tagged:
         raise DataError(
             f"{path} holds a word in each line, which is for tasks that tag words. Give a .txt, .jsonl, .json, "
             ".parquet or .csv file."
         )
-    first, words, tags = 1, list[str](), list[str]()
+    # Files are divided by tabs, so that words may have spaces, or by white space.
+    token_lines = (
+        line for _, line in lines(path, Meter()) if line.strip() and not line.startswith(("#", "-DOCSTART-"))
+    )
+    head = next(token_lines, "")
+    by_tabs = "\t" in head.strip()
+
+    def columns_of(line: str) -> list[str]:
+        if by_tabs:
+            return [column.strip(" ") for column in line.strip("\r\n").split("\t")]
+        return re.split("[ \t]+", line.strip(" \t\r\n"))
+
+    columns = columns_of(head)
+    word, tag, universal = 0, -1, len(columns) == len(_CONLLU) and re.match("[0-9]+([-.][0-9]+)?$", columns[0])
+    if universal:
+        word, tag = 1, _CONLLU.index(fields.label if fields.label in _CONLLU else "upos")
+    first, words, tags = 1, list[str](), list[str | None]()
 
     def sentence() -> Document:
         labels = {} if fields.label is None else {fields.label: tags}
         return document_of({**labels, fields.text: words}, fields, f"{path}, line {first}")
 
+    def is_comment(line: str, cells: list[str]) -> bool:
+        return ("\t" in line.strip()) > by_tabs or len(cells) != len(columns) or _CONLL_COMMENT.match(line) is not None
+
     for number, line in lines(path, meter):
-        columns = line.split()
-        if columns and columns[0] != "-DOCSTART-":
-            if len(columns) == 1 and fields.label is not None:
-                raise DataError(
-                    f"{path}, line {number} has a word and no tag. A line holds a word and, behind a space or tab, its "
-                    "tag in the last column; a blank line ends a sentence. Mend the line."
-                )
+        cells = columns_of(line)
+        if not line.strip() or line.startswith("-DOCSTART-"):
+            if words:
+                yield sentence()
+                words, tags = [], []
+        elif line.startswith("#") and not words and is_comment(line, cells):
+            continue
+        elif (universal or fields.label is not None) and not 1 < len(cells) == len(columns):
+            has = f"{len(cells)} columns, and the first {len(columns)}" if len(cells) > 1 else "a word and no tag"
+            raise DataError(
+                f"{path}, line {number} has {has}. A line holds a word and, behind a space or tab, its tag in the last "
+                "column, and each as many columns; a blank line ends a sentence. Mend the line."
+            )
+        elif not universal or cells[0].isdecimal():  # else words that are one in writing, or that are not written
             first = first if words else number
-            words.append(columns[0])
-            tags.append(columns[-1])
-        elif words:
-            yield sentence()
-            words, tags = [], []
+            words.append(cells[word])
+            tags.append(None if universal and cells[tag] == "_" else cells[tag])
     if words:
         yield sentence()
 
@@ -534,4 +587,5 @@ _READERS: dict[str, Callable[[Path, Fields, Meter], Iterator[Document]]] = {
     ".csv": _read_csv,
     ".tsv": _read_csv,
     ".conll": _read_conll,
+    ".conllu": _read_conll,
 }
