@@ -488,6 +488,35 @@ def test_damage_anywhere_is_an_error_of_the_users(
         list(choose_texts(corpus, Rules(strip=True, lowercase=False, held_out=0.0, labelled=False)))
 
 
+HALF = "\ud83d"
+
+
+@pytest.mark.parametrize(
+    ("keys", "kinds", "record"),
+    [
+        ({}, {}, {"text": f"a {HALF}"}),
+        ({}, {"labelled": True}, {"text": "a", "label": f"b {HALF}"}),
+        ({"pair_field": "pair"}, {}, {"text": "a", "pair": HALF}),
+        ({"text_field": "words"}, {"labelled": True, "tagged": True}, {"words": ["a", HALF], "label": ["O", "O"]}),
+        ({"text_field": "words"}, {"labelled": True, "tagged": True}, {"words": ["a", "b"], "label": ["O", HALF]}),
+        ({}, {"form": True}, {"question": f"a {HALF}", "answer": "b"}),
+        ({}, {"form": True}, {"question": "a", "answer": "b", "tools": [{"name": HALF}]}),
+    ],
+)
+def test_half_a_character_is_refused_in_every_text(
+    tmp_path: Path, keys: dict[str, Any], kinds: dict[str, Any], record: dict[str, Any]
+) -> None:
+    form = (
+        RecordForm("auto", {}, {}, "text", strip=True, tolerance=Tolerance(lenient=True)) if "form" in kinds else None
+    )
+    kinds = {"labelled": False, **kinds, "form": form}
+    for name in ("a.jsonl", "a.json"):
+        line = json.dumps(record)
+        path = write(tmp_path / name, f"[{line}]" if name == "a.json" else line)
+        with pytest.raises(DataError, match=r"(line|item) 1: the (text|field '(pair|label)') holds half a character"):
+            list(open_source(Source(path=str(path), **keys), **kinds).documents())
+
+
 def test_labels_that_are_no_classes(tmp_path: Path) -> None:
     labelled = Fields("text", "label")
     path = write(tmp_path / "a.jsonl", '{"text": "a", "label": 0.5}\n')

@@ -250,6 +250,15 @@ def test_conversations_are_prompts(tmp_path: Path) -> None:
         ({"prompt": "Tom ran."}, False, "line 2: .* the fields are prompt. Name others in the source's `fields`"),
         ({"prompt": "Tom ran.", "references": []}, False, "line 2: the references of a prompt are texts, at least one"),
         ({"prompt": "Tom " * 200, "reference": "x"}, False, r"line 2: the prompt has \d+ tokens, .* 128"),
+        (
+            {"prompt": "2 + 2", "reference": 4},
+            False,
+            "line 2: the field 'reference' holds a number, and prompts and ref",
+        ),
+        ({"prompt": "2 + 2", "references": 4}, True, "line 2: the field 'references' holds a number"),
+        ({"prompt": True, "reference": "a"}, False, "line 2: the field 'prompt' holds a bool"),
+        ({"prompt": "\ud83d", "reference": "a"}, False, "line 2: the text holds half a character"),
+        ({"prompt": "a", "references": ["a", "\ud83d"]}, True, "line 2: the text holds half a character"),
         ({"messages": [{"role": "user", "content": "Hi."}]}, True, "line 2: there is no answer to be the reference"),
     ],
 )

@@ -64,7 +64,8 @@ _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 _VERDICTS = ("label", "kto_tag")
 # Given to templates by whoever renders them.
 _RESERVED = ("messages", "conversations", "tools", "chat_template", "add_generation_prompt", "continue_final_message")
-_ABSENT = object()
+ABSENT = object()
+"""What `find_value` returns where there is no value."""
 
 
 class InvalidConversation(DataError):
@@ -301,7 +302,7 @@ class RecordForm:
                 )
             message = {"role": known[name], **self._more(turn, (who, what), place)}
             if what in turn or "tool_calls" not in message:
-                message["content"] = _content(turn.get(what, _ABSENT), what, turn, place)
+                message["content"] = _content(turn.get(what, ABSENT), what, turn, place)
             messages.append(message)
             weights.append(_weight(turn, place, role=message["role"]))
         return messages, weights
@@ -333,7 +334,7 @@ class RecordForm:
         return value
 
     def _tools(self, record: Mapping[str, Any], where: str) -> list[Any] | None:
-        key = "tools" if find_value(record, self._path("tools")) is not _ABSENT else "functions"
+        key = "tools" if find_value(record, self._path("tools")) is not ABSENT else "functions"
         found = []
         for tool in self._json(record, key, list, where) or []:
             tool = _parsed(tool, f"{where}: a tool of '{self._path(key)}'")
@@ -357,7 +358,7 @@ class RecordForm:
 
     def _value(self, record: Mapping[str, Any], key: str, where: str) -> Any:
         value = find_value(record, self._path(key))
-        if value is not _ABSENT:
+        if value is not ABSENT:
             return value
         if key in _OPTIONAL and key not in self.fields:
             return None
@@ -375,7 +376,7 @@ def find_format(record: Mapping[str, Any]) -> str | None:
 
 
 def _has_fields(record: Mapping[str, Any], paths: Mapping[str, str]) -> bool:
-    return all(key in _OPTIONAL or find_value(record, path) is not _ABSENT for key, path in paths.items())
+    return all(key in _OPTIONAL or find_value(record, path) is not ABSENT for key, path in paths.items())
 
 
 def without_nulls(value: Any, where: str) -> Any:
@@ -439,7 +440,7 @@ def find_value(record: Any, path: str) -> Any:
         return find_value(record[head], rest)
     if isinstance(record, list) and head.isdecimal() and int(head) < len(record):
         return find_value(record[int(head)], rest) if rest else record[int(head)]
-    return _ABSENT
+    return ABSENT
 
 
 def _content(value: Any, key: str, turn: Mapping[str, Any], place: str) -> str:
@@ -447,7 +448,7 @@ def _content(value: Any, key: str, turn: Mapping[str, Any], place: str) -> str:
         return "".join(part["text"] for part in value)
     if isinstance(value, str):
         return value
-    if value is _ABSENT:
+    if value is ABSENT:
         raise InvalidConversation(
             "missing field", f"{place}: there is no field '{key}'; there are {', '.join(turn)}. A null counts as none."
         )

@@ -33,7 +33,7 @@ from finetune.data.sources.readers import (
     require_fields,
     too_long,
 )
-from finetune.data.sources.streams import MAX_DOCUMENT_BYTES, Meter
+from finetune.data.sources.streams import MAX_DOCUMENT_BYTES, Meter, require_encodable
 from finetune.data.synthetic import story_generator
 from finetune.utils import json_files
 from finetune.utils.atomic_files import file_digest
@@ -81,10 +81,16 @@ class Corpus:
         """Reads from the start, in a fixed order.
 
         Raises:
-            DataError: If something in the source cannot be read.
+            DataError: If something in the source cannot be read, or a text holds half a character (a lone surrogate).
         """
         self.meter.done = 0
-        return itertools.islice(self._read(self.meter), self.source.limit)
+        for document in itertools.islice(self._read(self.meter), self.source.limit):
+            texts: list[tuple[str, Any]] = [("text", document.text), (f"field '{self.fields.pair}'", document.pair)]
+            texts += [(f"field '{self.fields.label}'", label) for label in (document.label, *(document.tags or ()))]
+            for name, text in texts:
+                if isinstance(text, str) and not text.isascii():
+                    require_encodable(text, f"{document.where}: the {name}")
+            yield document
 
 
 def open_source(
@@ -320,8 +326,7 @@ def choose_texts(corpus: Corpus, rules: Rules, held_digests: npt.NDArray[np.uint
         held_digests: Of the texts that are held out, sorted; None where each document's own hash decides.
 
     Raises:
-        DataError: If a document cannot be read, is longer than can be tokenised, or holds half a character (a lone
-            surrogate).
+        DataError: If a document cannot be read, or is longer than can be tokenised.
     """
     whole, part = divmod(corpus.source.weight, 1.0)
     held_below, kept_below = int(rules.held_out * _RANGE), int(part * _RANGE)
@@ -332,13 +337,7 @@ def choose_texts(corpus: Corpus, rules: Rules, held_digests: npt.NDArray[np.uint
         if document.pair is not None:
             both = [text, _normalised(document.pair, rules)]
             text = json.dumps(both, ensure_ascii=False) if any(both) else ""
-        try:
-            data = text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise DataError(
-                f"{document.where}: the text holds half a character ({text[error.start]!r}, a lone surrogate), which "
-                "no encoding can represent. Mend or remove the document."
-            ) from error
+        data = text.encode("utf-8")
         if len(data) > MAX_DOCUMENT_BYTES:
             raise too_long(document.where, f"{len(data) / (1 << 20):,.0f} MiB")
         digest = xxhash.xxh3_64_intdigest(data)

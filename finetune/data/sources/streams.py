@@ -62,6 +62,24 @@ class JsonReader:
         return found
 
 
+def require_encodable(text: str, what: str) -> None:
+    """Checks that a text can be tokenised and written.
+
+    Args:
+        what: Words for the text, for the error.
+
+    Raises:
+        DataError: If it holds a lone surrogate.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{what} holds half a character ({text[error.start]!r}, a lone surrogate), which no encoding can "
+            "represent. Mend or remove it."
+        ) from error
+
+
 def lines(path: Path, meter: Meter) -> Iterator[tuple[int, str]]:
     """Numbered lines, decoded one by one so that a bad byte is reported with its line.
 
