@@ -362,12 +362,12 @@ def test_copies_do_not_lie_side_by_side(tmp_path: Path, word_tokenizer: str) -> 
 
 
 def test_normalisation_and_empty_documents(tmp_path: Path) -> None:
-    source = jsonl(tmp_path / "a.jsonl", ["  Big Words \n", "   ", ""])
+    source = jsonl(tmp_path / "a.jsonl", ["  Big Words \n", "more", "   ", ""])
     data = prepared(tmp_path / "c", train=[source], lowercase=True)
-    assert texts_of_rows(data, data.train) == ["big words"]
+    assert sorted(texts_of_rows(data, data.train)) == ["big words", "more"]
     assert data.report.train.empty == 2
     loose = prepared(tmp_path / "c", train=[source], strip=False)
-    assert sorted(texts_of_rows(loose, loose.train)) == ["   ", "  Big Words \n"]
+    assert sorted(texts_of_rows(loose, loose.train)) == ["   ", "  Big Words \n", "more"]
 
 
 def test_begin_and_end_of_text(tmp_path: Path, word_tokenizer: str) -> None:
@@ -455,8 +455,15 @@ def test_the_sample_has_labels(tmp_path: Path) -> None:
 def test_documents_without_a_text_are_counted(tmp_path: Path) -> None:
     records = [{"text": text, "label": label} for label in (0, 1) for text in ("a b", "", None)]
     sizes = {"packing": "padded", "sequence_length": 64}
-    data = prepared(tmp_path / "c", "sequence_classification", train=[jsonl(tmp_path / "t.jsonl", records)], **sizes)
-    assert (len(data.train), data.report.train.empty) == (2, 4)
+    train = [jsonl(tmp_path / "t.jsonl", records)]
+    says = (
+        r"4 of 6 documents would be left out \(documents without text 4\): name the field of the texts as the source's"
+    )
+    with pytest.raises(DataError, match=says):
+        prepared(tmp_path / "c", "sequence_classification", train=train, **sizes)
+    train = [jsonl(tmp_path / "t.jsonl", [*records, *({"text": f"c {n}", "label": n} for n in (0, 1))])]
+    data = prepared(tmp_path / "c", "sequence_classification", train=train, **sizes)
+    assert (len(data.train), data.report.train.empty) == (4, 4)
     assert "4 empty documents" in "\n".join(data.report.start_lines())
 
 

@@ -153,6 +153,10 @@ def test_saved_data_sets(tmp_path: Path) -> None:
     assert [d.text for d in test.documents()] == [TEXTS[2]]
     with pytest.raises(DataError, match=r"no split 'dev'; its splits are test, train"):
         open_source(Source(path=str(tmp_path / "dict"), split="dev"), labelled=False)
+    with pytest.raises(DataError, match=r"holds the splits test, train, which would be read as one"):
+        open_source(Source(path=str(tmp_path / "dict")), labelled=False)
+    with pytest.raises(DataError, match=r"one has no split 'train'; nor any other"):
+        open_source(Source(path=str(tmp_path / "one"), split="train"), labelled=False)
     with pytest.raises(DataError, match="no field 'story'; the fields are text, label"):
         list(open_source(Source(path=str(tmp_path / "one"), text_field="story"), labelled=False).documents())
 
@@ -217,6 +221,44 @@ def test_a_directory_is_read_with_those_below_it(tmp_path: Path) -> None:
         list(opened("/b").documents())
 
 
+SPLITS = {
+    "data/train-00000-of-00002.parquet": "train",
+    "data/train-00001-of-00002.parquet": "train",
+    "data/test_sft-00000-of-00001-ab12.parquet": "test_sft",
+    "more/a_dev.jsonl": "validation",
+    "test/b.jsonl": "test",
+    "contest/latest-training.2.jsonl": "train",
+    "attested.jsonl": None,
+}
+
+
+@pytest.mark.parametrize("pattern", ["", "/**"])
+def test_a_split_of_a_folder_is_read_alone(tmp_path: Path, pattern: str) -> None:
+    for name in SPLITS:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        if name.endswith("parquet"):
+            pyarrow.parquet.write_table(pyarrow.table({"text": [name]}), tmp_path / name)
+        else:
+            write(tmp_path / name, json.dumps({"text": name}))
+
+    def opened(split: str | None, pattern: str = pattern) -> list[str]:
+        source = Source(path=f"{tmp_path}{pattern}", split=split)
+        return sorted(document.text for document in open_source(source, labelled=False).documents())
+
+    for split in {*SPLITS.values()} - {None}:
+        assert opened(split) == sorted(name for name, of in SPLITS.items() if of == split)
+    with pytest.raises(
+        DataError, match="holds the splits test, test_sft, train, validation, which would be read as one"
+    ):
+        opened(None)
+    with pytest.raises(DataError, match=r"no split 'dev'; its splits are test, test_sft, train, validation. Name one"):
+        opened("dev")
+    # A part that has one split alone needs no word.
+    assert opened(None, "/test/*") == ["test/b.jsonl"]
+    with pytest.raises(DataError, match=r"b.jsonl has no split 'train'; nor any other. Remove the source's `split`"):
+        opened("train", "/test/b.jsonl")
+
+
 def test_a_directory_without_data_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "notes.md", "# Notes")
     with pytest.raises(DataError, match="holds no file that can be read"):
@@ -278,6 +320,19 @@ def test_an_error_proposes_columns(tmp_path: Path, content: str, says: str) -> N
     with pytest.raises(DataError) as caught:
         list(open_source(Source(path=str(path)), labelled=False, key="data.train.0").documents())
     assert str(caught.value).endswith(says)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("hf://datasets/org/set@main/data/*.parquet", "or name the hub's data set as `hub`: org/set."),
+        ("https://example.org/a.jsonl", r"is an address \(https\), .* Download it and name the file."),
+        ("s3://bucket/data/", r"is an address \(s3\), and `path` is a place on this machine"),
+    ],
+)
+def test_addresses_are_named(given: str, says: str) -> None:
+    with pytest.raises(DataError, match=says):
+        open_source(Source(path=given), labelled=False)
 
 
 def test_a_missing_hub_data_set(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -167,6 +167,8 @@ def classes(**section: Any) -> dict[str, Any]:
         (texts(prompts=[]), "eval.metrics: they are computed of texts .* `eval.prompts`"),
         (texts(metrics=[]), "eval.prompts: without `eval.metrics` nothing is generated"),
         (texts(prompts=[{"sample": 2, "weight": 2.0}]), "eval.prompts.0.weight: every prompt counts once"),
+        (texts(prompts=[{"sample": 2, "label_field": "x"}]), "eval.prompts.0.label_field: prompts and references are"),
+        (texts(prompts=[{"sample": 2, "text_field": "x"}]), "eval.prompts.0.text_field: prompts and references are"),
         (classes(prompts=[{"sample": 2}]), "eval.prompts: a classifier writes no text"),
         (classes(metrics=["rouge1"]), "there is no metric 'rouge1'.*allowed are accuracy, f1_macro"),
         (texts(patience=2), "eval.patience: .* give `eval.every_steps`"),

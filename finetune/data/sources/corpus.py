@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from finetune.config.path_kinds import data_files_below, find_files
+from finetune.config.path_kinds import check_split, data_files_below, find_files
 from finetune.config.recipe_schema import Source
 from finetune.data.sources.conversation_formats import RecordForm
 from finetune.data.sources.readers import (
@@ -135,7 +135,7 @@ def open_source(
         return _open_sample(source, source.sample, fields)
     if source.path is None:
         return _open_hub(source, fields)
-    files = find_files(source.path)
+    files = find_files(source.path, source.split)
     if len(files) == 1 and files[0].is_dir():
         return _open_saved(source, files[0], fields)
     content = [
@@ -170,18 +170,17 @@ def _open_saved(source: Source, folder: Path, fields: Fields) -> Corpus:
     """A directory that `save_to_disk` of a data set, or of a dict of splits, has written."""
     inner = folder
     if (folder / "dataset_dict.json").is_file():
-        inner = folder / source.split
-        splits = sorted(path.name for path in folder.iterdir() if path.is_dir())
-        if source.split not in splits:
-            raise DataError(
-                f"The data set {folder} has no split '{source.split}'; its splits are {', '.join(splits)}. "
-                "Name one of them as the source's `split`."
-            )
+        splits = [path.name for path in folder.iterdir() if path.is_dir()]
+        check_split(str(folder), source.split, splits)
+        inner = folder / (source.split or splits[0])
     if not (inner / "state.json").is_file():
         raise DataError(
             f"{folder} is a directory, but none that `datasets`' save_to_disk has written. Name files with a "
             f"glob instead, such as {folder}/*.jsonl."
         )
+    if inner == folder:
+        own = _read_saved(inner, "state.json", lambda state: state.get("_split"))
+        check_split(str(folder), source.split, [own] if own is not None else [])
     # What is hashed must be what is read, and lie within the directory.
     listed = _read_saved(inner, "state.json", lambda state: [str(file["filename"]) for file in state["_data_files"]])
     for name in listed:
@@ -220,14 +219,12 @@ def _open_hub(source: Source, fields: Fields) -> Corpus:
 
     from finetune.utils.compat.datasets_private import fingerprint
 
-    name = str(source.hub)
+    name, split = str(source.hub), source.split or "train"
     try:
-        dataset = datasets.load_dataset(
-            name, source.hub_config, revision=source.revision, split=source.split, streaming=False
-        )
+        dataset = datasets.load_dataset(name, source.hub_config, revision=source.revision, split=split, streaming=False)
     except Exception as error:  # The hub client raises errors of several HTTP libraries.
         raise DataError(
-            f"The data set '{name}' (configuration {source.hub_config or 'default'}, split '{source.split}') cannot be "
+            f"The data set '{name}' (configuration {source.hub_config or 'default'}, split '{split}') cannot be "
             f"had from the hub: {reason_of(error)}. Check its name and the network, or download it and give its files "
             "as `path`."
         ) from error
