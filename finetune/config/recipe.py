@@ -6,7 +6,6 @@ A recipe is a YAML file. Later layers win: defaults < recipe file < `a.b=c` on t
 
 import copy
 import difflib
-import itertools
 import json
 import math
 import re
@@ -169,15 +168,10 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
         raise RecipeError(f"{file}: {other}")
     # So that an override changes one place only, where the file repeats a part by an alias.
     tree = write_out(json.loads(json.dumps(tree, default=str)))
-    if (file.parent / "run.json").is_file():
-        # It may be the recipe of a run of an earlier version.
-        section, data = tree.get("checkpoint"), tree.get("data")
-        if isinstance(section, dict) and "keep_best" in section:
-            section.setdefault("keep_best_by", "validation_loss" if section.pop("keep_best") else None)
-        sides = (data.get(side) or () for side in ("train", "validation")) if isinstance(data, dict) else ()
-        for source in itertools.chain(*sides):
-            if isinstance(source, dict) and source.get("sample") is not None:
-                source.pop("split", None)
+    section = tree.get("checkpoint")
+    if isinstance(section, dict) and "keep_best" in section and (file.parent / "run.json").is_file():
+        # The recipe of a run of an earlier version.
+        section.setdefault("keep_best_by", "validation_loss" if section.pop("keep_best") else None)
     return tree
 
 

@@ -248,7 +248,8 @@ class Source(Section):
         if len(given) != 1:
             raise ValueError(f"give exactly one of sample, path and hub (got {', '.join(given) or 'none'})")
         for key, kinds in (("split", ("path", "hub")), ("hub_config", ("hub",)), ("revision", ("hub",))):
-            if getattr(self, key) is not None and given[0] not in kinds:
+            # Recipes of earlier runs have `train` everywhere.
+            if getattr(self, key) not in (None, "train") and given[0] not in kinds:
                 raise ValueError(f"`{key}` is of a source with {' or '.join(kinds)}; remove it")
         return self
 

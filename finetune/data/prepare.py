@@ -267,7 +267,7 @@ class _Preparation:
             "sources": [corpus.fingerprint for corpus in corpora],
             "rules": [rules.strip, rules.lowercase, rules.held_out, rules.labelled],
         }
-        return {**key, "split": "by class, in order"} if rules.by_class else key
+        return {**key, "split": "by class"} if rules.by_class else key
 
     def _entry(self, name: str, build: Callable[[Path], dict[str, Any]]) -> Entry:
         entry = self._cache.entry(name, build)

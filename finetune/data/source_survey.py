@@ -70,7 +70,9 @@ def survey_source(path: str, kind: Kind | None = None, given: Mapping[str, Any] 
     Raises:
         DataError: If it cannot be read as that, or as anything.
     """
-    raw = RecordForm(AS_IT_IS, {}, {}, "text", strip=True, tolerance=Tolerance(lenient=False))
+    raw = RecordForm(
+        AS_IT_IS, (given or {}).get("fields", {}), {}, "text", strip=True, tolerance=Tolerance(lenient=False)
+    )
     split = {"split": given["split"]} if given and "split" in given else {}
     first = next(open_source(Source(path=path, **split), labelled=False, form=raw).documents(), None)
     if first is None:

@@ -122,14 +122,8 @@ def evaluate_files(
     if task.labelled and task.loss_and_numbers is None:
         known = KnownClasses(opened.class_names, f"the classifier {opened.home or opened.tokenizer_folder}")
     numbers = task.loss_and_numbers is not None
-    prepared = prepare.prepare_data(
-        recipe,
-        labelled=task.labelled,
-        numbers=numbers,
-        tagged=task.tagged,
-        targets=task.paired,
-        known=known,
-    )
+    kinds: dict[str, Any] = {"labelled": task.labelled, "numbers": numbers, "tagged": task.tagged}
+    prepared = prepare.prepare_data(recipe, known=known, targets=task.paired, **kinds)
     rows, report = prepared.validation, prepared.report.validation
     if rows is None or report is None:
         raise DataError("The files of --data hold no text to evaluate. Name others.")

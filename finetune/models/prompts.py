@@ -13,7 +13,6 @@ from finetune.utils.errors import CheckpointError, DataError
 BOUND = ("The tokenizer's chat template", "Mend it, or write the prompt out as text (no --chat).")
 """Arguments of `bounded_work`, wherever a template writes a prompt."""
 
-_PROMPT = "The prompt (sample.prompt, or --prompt)"
 
 Turn = Mapping[str, str]
 """A turn of a conversation: `role` and `content`."""
@@ -25,7 +24,7 @@ def text_tokens(tokenizer: Any, prompt: str) -> list[int]:
     Raises:
         DataError: If there are none, or the text holds half a character.
     """
-    require_encodable(prompt, _PROMPT)
+    require_encodable(prompt, "sample.prompt, or --prompt", "prompt")
     ids: list[int] = tokenizer.encode(prompt, add_special_tokens=False)
     if tokenizer.bos_token_id is not None:
         ids = [tokenizer.bos_token_id, *ids]
@@ -44,7 +43,7 @@ def source_tokens(tokenizer: Any, source: str) -> list[int]:
     Raises:
         DataError: If it is empty, or holds half a character.
     """
-    require_encodable(source, _PROMPT)
+    require_encodable(source, "sample.prompt, or --prompt", "prompt")
     if not source.strip():
         raise DataError(
             "The prompt is empty, and an encoder needs a text to read. Give one (sample.prompt, or --prompt)."
@@ -82,7 +81,7 @@ def turn_tokens(tokenizer: Any, turns: str | Sequence[Turn], variables: Mapping[
             f"The chat template refuses {_said(messages)}: {' '.join(str(error).split())[:300]}. Write the "
             "prompt out as text (no --chat), or, for samples of a run, leave the recipe's sample section out."
         ) from error
-    require_encodable(written, _PROMPT)
+    require_encodable(written, "sample.prompt, or --prompt", "prompt")
     ids: list[int] = tokenizer.encode(written, add_special_tokens=False)
     return ids
 

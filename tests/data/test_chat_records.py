@@ -549,7 +549,7 @@ def test_a_template_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pyte
 def test_half_a_character_in_a_prompt_is_refused(tokens_of: Callable[..., Any]) -> None:
     reader = tokenizer()
     reader.chat_template = CHATML
-    with pytest.raises(DataError, match=r"The prompt \(sample.prompt, or --prompt\) holds half a character"):
+    with pytest.raises(DataError, match=r"sample.prompt, or --prompt: the prompt holds half a character"):
         tokens_of(reader, "a \ud83d", *([{}] if tokens_of is prompts.turn_tokens else []))
 
 

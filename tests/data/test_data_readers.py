@@ -396,6 +396,9 @@ BROKEN = {
     "other delimiter": ("a.csv", "id;text\n1;a\n2;b;c\n", "line 3 has 3 columns and the header has 2 (divided by ';')"),
     "no header": ("a.csv", "Once upon a time,0\nTwice,1\n", "has no such line, put one there, such as `text`"),
     "column twice": ("a.csv", "text,id,text\na,1,b\n", "has the column 'text' more than once"),
+    "a word to Excel": ("a.csv", "sep=;\nid;text\n1;a\n", "line 1 is `sep=`, a word to Excel and no header. Remove"),
+    "preferences": ("a.jsonl", '{"prompt": "a", "chosen": "b", "rejected": "c"}', "These are preferences (`chosen`"),
+    "spans": ("a.jsonl", '{"content": "a", "entities": [[0, 1, "X"]]}', "Spans of characters, as doccano"),
     "carriage returns": ("a.csv", "text\ra\rb\r", "its lines end in carriage returns alone"),
     "deep": ("a.jsonl", '{"text": ' + "[" * 100_000 + "]" * 100_000 + "}", "nested too deeply"),
     "deep list": ("a.json", "[" * 100_000 + "]" * 100_000, "nested too deeply"),
@@ -409,9 +412,9 @@ RECORDS = b'{"text": "one"}\n{"text": "two"}\n'
 
 def archive(kind: str) -> bytes:
     made = io.BytesIO()
-    if kind == "zip":
+    if kind in ("zip", "xlsx"):
         with zipfile.ZipFile(made, "w") as file:
-            file.writestr("a.jsonl", RECORDS)
+            file.writestr("a.jsonl" if kind == "zip" else "docProps/app.xml", RECORDS)
     elif kind == "tar":
         with tarfile.open(fileobj=made, mode="w") as tar:
             tar.addfile(tarfile.TarInfo("a.jsonl"), io.BytesIO())
@@ -447,6 +450,8 @@ STRANGE: dict[str, tuple[Callable[[], bytes], str, str]] = {
     "pickle": (lambda: pickle.dumps([{"text": "one"}]), "a Python pickle", "can run code"),
     "git-lfs": (lambda: POINTER, "a Git LFS pointer", "git lfs pull"),
     "html": (lambda: b"\n<!DOCTYPE html>\n<html>Log in</html>", "an HTML page", "download it again"),
+    "excel": (lambda: archive("xlsx"), "a document of Excel", "as CSV in UTF-8"),
+    "old excel": (lambda: b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1" + bytes(600), "a document of Excel", "as CSV in UTF-8"),
     "utf-16": (lambda: RECORDS.decode().encode("utf-16"), "text in UTF-16", "iconv -f UTF-16 -t UTF-8"),
     "utf-16-le": (lambda: RECORDS.decode().encode("utf-16-le"), "text in UTF-16", "iconv -f UTF-16LE"),
     "utf-16-be": (lambda: RECORDS.decode().encode("utf-16-be"), "text in UTF-16", "iconv -f UTF-16BE"),

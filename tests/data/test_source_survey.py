@@ -55,7 +55,7 @@ def test_what_records_are(record: Any, kind: Kind, keys: dict[str, Any], tmp_pat
 @pytest.mark.parametrize(
     ("record", "kind", "says"),
     [
-        ({"prompt": "a", "chosen": "b", "rejected": "c"}, None, "the fields are prompt, chosen, rejected"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, None, "These are preferences"),
         (
             {"text": "a"},
             "labelled",
@@ -73,6 +73,8 @@ def test_what_records_are(record: Any, kind: Kind, keys: dict[str, Any], tmp_pat
             r"these are no conversations\. .*fields\.assistant=… .*`question` and `answer`",
         ),
         ({"question": "a", "answer": ""}, None, "the answer is empty"),
+        ({"prompt": "a", "chosen": [{}], "rejected": [{}]}, None, "These are preferences"),
+        ({"ask": "a", "reply": "b"}, None, "the fields are ask, reply"),
         ({"text": "a", "label": 0.5}, None, "a class is an integer or a text"),
     ],
 )

@@ -431,6 +431,11 @@ def test_a_trained_head_keeps_its_tags(tmp_path: Path) -> None:
             {"tokens": 3, "ner_tags": ["O"]},
             "line 2: the field 'tokens' holds a number, .* another field as `text_field`",
         ),
+        (
+            {"tokens": "Anna left", "ner_tags": [[0, 4, "PER"]]},
+            "'ner_tags' has 1 tags.* Spans of characters, as doccano",
+        ),
+        ({"tokens": "Anna", "ner_tags": [{"start": 0, "end": 4}]}, "'ner_tags' has 1 tags.* Spans of characters"),
         ({"tokens": ["a"], "ner_tags": "['O']"}, "line 2: the field 'ner_tags' holds a list that was written as text"),
         (
             {"tokens": ["a"], "tags": ["O"]},

@@ -15,10 +15,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from finetune.data.sources.column_names import as_overrides, guess_chat_fields
+from finetune.data.sources.column_names import PREFERENCES, as_overrides, guess_chat_fields
 from finetune.utils.errors import DataError
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """Version of the reading of records; part of the cache's key."""
 
 AS_IT_IS = "record"
@@ -26,19 +26,22 @@ AS_IT_IS = "record"
 
 ROLES = {
     "system": "system",
+    "developer": "system",
     "user": "user",
     "human": "user",
     "assistant": "assistant",
     "gpt": "assistant",
     "chatgpt": "assistant",
     "bot": "assistant",
+    "ai": "assistant",
     "model": "assistant",
     "function_call": "assistant",
     "tool": "tool",
     "function": "tool",
     "observation": "tool",
+    "ipython": "tool",
 }
-"""Names of speakers, and their roles."""
+"""Names of speakers in small letters, and their roles."""
 
 # The first whose fields a source's first record has is the source's format.
 _FORMATS: tuple[tuple[str, dict[str, str]], ...] = (
@@ -175,6 +178,8 @@ class RecordForm:
             raise DataError(f"{where}: a conversation is an object with fields, got {type(record).__name__}.")
         try:
             record = without_nulls(record, where)
+            if {"chosen", "rejected"} <= record.keys() and not self.fields:
+                raise DataError(f"{where}: {PREFERENCES}")
             if self.format == AS_IT_IS:
                 return json.dumps(record, ensure_ascii=False, default=str)
             if not self.detected:
@@ -294,13 +299,24 @@ class RecordForm:
                     "record, or set the source's `format`.",
                 )
             name = turn[who]
-            if not isinstance(name, str) or name not in known:
+            role = known.get(name, known.get(name.lower())) if isinstance(name, str) else None
+            if role is None:
                 raise InvalidConversation(
                     "unknown role",
                     f"{place}: the role is '{name}'; known are {', '.join(known)}. Mend the record, or say whose role "
-                    f"it is: chat.roles: {{{name}: user}}.",
+                    f"it is: chat.roles: {{{name}: ROLE}}, where ROLE is system, user, assistant or tool.",
                 )
-            message = {"role": known[name], **self._more(turn, (who, what), place)}
+            if name.lower() == "function_call" and name not in self.roles and what in turn:
+                call = _parsed(turn[what], f"{place}: '{what}'")
+                functions = call if isinstance(call, list) else [call]
+                if not all(isinstance(function, Mapping) and "name" in function for function in functions):
+                    raise InvalidConversation(
+                        "tool calls",
+                        f"{place}: a function_call is an object with a name and arguments, or a list of them.",
+                    )
+                calls = [{"type": "function", "function": function} for function in functions]
+                turn = {**{key: value for key, value in turn.items() if key != what}, "tool_calls": calls}
+            message = {"role": role, **self._more(turn, (who, what), place)}
             if what in turn or "tool_calls" not in message:
                 message["content"] = _content(turn.get(what, ABSENT), what, turn, place)
             messages.append(message)

@@ -21,7 +21,6 @@ from finetune.config.recipe_schema import Source
 from finetune.data.sources.conversation_formats import RecordForm
 from finetune.data.sources.readers import (
     BATCH_ROWS,
-    READER_VERSIONS,
     Document,
     Fields,
     class_names,
@@ -85,11 +84,10 @@ class Corpus:
         """
         self.meter.done = 0
         for document in itertools.islice(self._read(self.meter), self.source.limit):
-            texts: list[tuple[str, Any]] = [("text", document.text), (f"field '{self.fields.pair}'", document.pair)]
-            texts += [(f"field '{self.fields.label}'", label) for label in (document.label, *(document.tags or ()))]
-            for name, text in texts:
-                if isinstance(text, str) and not text.isascii():
-                    require_encodable(text, f"{document.where}: the {name}")
+            require_encodable(document.text, document.where, "text")
+            require_encodable(document.pair, document.where, f"field '{self.fields.pair}'")
+            for label in (document.label, *(document.tags or ())):
+                require_encodable(label, document.where, f"field '{self.fields.label}'")
             yield document
 
 
@@ -138,9 +136,7 @@ def open_source(
     files = find_files(source.path, source.split)
     if len(files) == 1 and files[0].is_dir():
         return _open_saved(source, files[0], fields)
-    content = [
-        [f"{path.suffix.lower()}{READER_VERSIONS.get(path.suffix.lower(), '')}", _hash_file(path)] for path in files
-    ]
+    content = [[path.suffix.lower(), _hash_file(path)] for path in files]
 
     kinds = Counter(path.suffix.lower() for path in files)
     formats = ", ".join(f"{count:,} {suffix}" for suffix, count in kinds.items()) if len(kinds) > 1 else ""

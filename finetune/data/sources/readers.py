@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from finetune.data.sources.column_names import (
+    SPANS,
     as_overrides,
     guess_chat_fields,
     guess_label_field,
     guess_text_field,
     guess_word_fields,
+    unread_kind,
 )
 from finetune.data.sources.conversation_formats import InvalidConversation, RecordForm, kind_of
 from finetune.data.sources.streams import MAX_DOCUMENT_BYTES, MAX_RECORD_BYTES, JsonReader, Meter, json_items, lines
@@ -29,8 +31,6 @@ DUPLICATE_KEY, SWALLOWED = "duplicate_key", "swallowed"
 
 BATCH_ROWS = 1024
 """Rows of a table that are in memory at once."""
-READER_VERSIONS = {".csv": 2, ".tsv": 2, ".conll": 2, ".conllu": 2}
-"""Versions of readers that have changed, part of the cache's key."""
 _LARGEST_FP32 = 3.4028234e38
 _DELIMITERS = (",", ";", "\t", "|")
 _SNIFFED_ROWS = 20
@@ -187,10 +187,12 @@ def _tagged_words(record: Mapping[str, Any], fields: Fields, where: str) -> Docu
     tags = None
     if fields.label is not None:
         listed = _listed(record[fields.label], "label_field", fields.label, where)
-        if len(listed) != len(words):
+        # The words of a text whose tags are a list may be none.
+        spans = isinstance(record[fields.text], str) and not isinstance(record[fields.label], str)
+        if len(listed) != len(words) or (spans and not all(isinstance(tag, int | str) for tag in listed)):
             raise DataError(
                 f"{where}: '{fields.text}' has {len(words):,} words and '{fields.label}' has {len(listed):,} tags. "
-                "Give each word one tag, or remove the record."
+                f"Give each word one tag, or remove the record. {SPANS if spans else ''}".rstrip()
             )
         tags = tuple(_class(tag, fields, where) for tag in listed)
     return Document(json.dumps(words, ensure_ascii=False) if words else "", None, where, tags=tags)
@@ -331,7 +333,7 @@ def require_fields(present: Iterable[str], fields: Fields, where: str) -> None:
                 advice += f", such as {as_overrides(fields.source, {key: guess})}"
             raise DataError(
                 f"{where}: there is no field '{field}'; the fields are {', '.join(map(str, names)) or 'none'}. "
-                f"{advice}{or_chat}."
+                f"{advice}{or_chat}. {unread_kind(names)}".rstrip()
             )
 
 
@@ -486,6 +488,8 @@ def _find_delimiter(path: Path) -> str:
 
 def _require_header(header: list[str], fields: Fields, path: Path) -> None:
     """Checks the first line of a CSV file."""
+    if header[0].lower().startswith("sep="):
+        raise DataError(f"{path}, line 1 is `{header[0]}`, a word to Excel and no header. Remove that line.")
     for name in fields.columns or header:
         if header.count(name) > 1:
             raise DataError(f"{path}: the header has the column '{name}' more than once. Name each column differently.")

@@ -62,22 +62,20 @@ class JsonReader:
         return found
 
 
-def require_encodable(text: str, what: str) -> None:
-    """Checks that a text can be tokenised and written.
-
-    Args:
-        what: Words for the text, for the error.
+def require_encodable(value: Any, where: str, what: str) -> None:
+    """Checks that a value can be tokenised and written, if it is a text.
 
     Raises:
         DataError: If it holds a lone surrogate.
     """
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise DataError(
-            f"{what} holds half a character ({text[error.start]!r}, a lone surrogate), which no encoding can "
-            "represent. Mend or remove it."
-        ) from error
+    if isinstance(value, str) and not value.isascii():
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise DataError(
+                f"{where}: the {what} holds half a character ({value[error.start]!r}, a lone surrogate), which no "
+                "encoding can represent. Mend or remove it."
+            ) from error
 
 
 def lines(path: Path, meter: Meter) -> Iterator[tuple[int, str]]:
