@@ -1,10 +1,8 @@
 """A report on the prepared data, for people and as JSON, and the bounds that a recipe sets."""
 
-import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 
 from finetune.config.recipe_schema import ChecksSection
 from finetune.data.class_labels import some
@@ -240,13 +238,9 @@ class DataReport:
             notes.append(
                 f"each of the {len(classes):,} classes has one document: `label_field` may name another column"
             )
-        for what, fold in (
-            ("upper and lower case", str.casefold),
-            ("zeros before them", partial(re.sub, "^0+(?=[0-9])", "")),
-        ):
-            folded = Counter(map(fold, classes))
-            if alike := [name for name in classes if folded[fold(name)] > 1]:
-                notes.append(f"the classes {some(alike)} differ in {what} alone")
+        folded = Counter(name.casefold() for name in classes)
+        if alike := [name for name in classes if folded[name.casefold()] > 1]:
+            notes.append(f"the classes {some(alike)} differ in upper and lower case alone")
         return notes
 
 

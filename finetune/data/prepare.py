@@ -199,9 +199,7 @@ class _Preparation:
             train=reports.get("train"),
             validation=reports.get("validation"),
             notes=classes.notes() if classes else (),
-            too_long=self._room_advice()
-            if any("too long" in what for s in reports.values() for what in s.left_out())
-            else "",
+            too_long=self._room_advice() if any("too long" in str(s.left_out()) for s in reports.values()) else "",
             seconds=time.monotonic() - began,
             reused=self._reused,
         )
@@ -226,9 +224,9 @@ class _Preparation:
         if self._chat is not None:
             shorter = {"drop": "cut_left", "cut_left": "cut_right"}.get(self._chat.too_long)
             advice += [f"set chat.too_long={shorter}"] if shorter is not None else []
-        elif not self._targets:
-            advice.append("set data.long_documents=split")
-        return " or ".join(advice or ["cut them into shorter ones"])
+        else:
+            advice.append(f"set data.long_documents={'truncate' if self._targets else 'split'}")
+        return " or ".join(advice) or "cut them into shorter ones"
 
     def _no_row(self) -> str:
         """The end of a sentence on documents that make no row: what decides it, and what to change."""

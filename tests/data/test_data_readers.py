@@ -397,6 +397,7 @@ BROKEN = {
     "no header": ("a.csv", "Once upon a time,0\nTwice,1\n", "has no such line, put one there, such as `text`"),
     "column twice": ("a.csv", "text,id,text\na,1,b\n", "has the column 'text' more than once"),
     "a word to Excel": ("a.csv", "sep=;\nid;text\n1;a\n", "line 1 is `sep=`, a word to Excel and no header. Remove"),
+    "no line at first": ("a.csv", "\ntext\na\n", "there is no field 'text'; the fields are none"),
     "preferences": ("a.jsonl", '{"prompt": "a", "chosen": "b", "rejected": "c"}', "These are preferences (`chosen`"),
     "spans": ("a.jsonl", '{"content": "a", "entities": [[0, 1, "X"]]}', "Spans of characters, as doccano"),
     "carriage returns": ("a.csv", "text\ra\rb\r", "its lines end in carriage returns alone"),

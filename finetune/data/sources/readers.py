@@ -488,7 +488,7 @@ def _find_delimiter(path: Path) -> str:
 
 def _require_header(header: list[str], fields: Fields, path: Path) -> None:
     """Checks the first line of a CSV file."""
-    if header[0].lower().startswith("sep="):
+    if header and header[0].lower().startswith("sep="):
         raise DataError(f"{path}, line 1 is `{header[0]}`, a word to Excel and no header. Remove that line.")
     for name in fields.columns or header:
         if header.count(name) > 1:
@@ -534,17 +534,18 @@ def _read_conll(path: Path, fields: Fields, meter: Meter) -> Iterator[Document]:
         labels = {} if fields.label is None else {fields.label: tags}
         return document_of({**labels, fields.text: words}, fields, f"{path}, line {first}")
 
-    def is_comment(line: str, cells: list[str]) -> bool:
-        return ("\t" in line.strip()) > by_tabs or len(cells) != len(columns) or _CONLL_COMMENT.match(line) is not None
-
     for number, line in lines(path, meter):
         cells = columns_of(line)
         if not line.strip() or line.startswith("-DOCSTART-"):
             if words:
                 yield sentence()
                 words, tags = [], []
-        elif line.startswith("#") and not words and is_comment(line, cells):
-            continue
+        elif (
+            line.startswith("#")
+            and not words
+            and (("\t" in line.strip()) > by_tabs or len(cells) != len(columns) or _CONLL_COMMENT.match(line))
+        ):
+            continue  # a comment
         elif (universal or fields.label is not None) and not 1 < len(cells) == len(columns):
             has = f"{len(cells)} columns, and the first {len(columns)}" if len(cells) > 1 else "a word and no tag"
             raise DataError(
