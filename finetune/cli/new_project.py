@@ -41,7 +41,7 @@ from finetune.utils.yaml_files import parse
 
 TASKS = ("lm", "chat", "classify", "custom")
 _KINDS: dict[str, Kind] = {"lm": "text", "chat": "conversations", "classify": "labelled"}
-_COLUMNS = ("text_field", "label_field", "fields")
+_COLUMNS = ("text_field", "label_field", "fields", "split")
 # As many times the documents of the smallest class.
 _UNEQUAL = 4
 KEPT_RECIPE = "sft.yaml"
@@ -155,8 +155,7 @@ def make_recipe(project: Project, overrides: Sequence[str]) -> KeptRecipe:
                 f"and run `finetune train {file}`."
             )
     else:
-        (source, *_) = place.get("data", {}).get("train") or [{}]
-        draft = _draft_recipe(replace(project, output=folder), {k: v for k, v in source.items() if k in _COLUMNS})
+        draft = _draft_recipe(replace(project, output=folder), place)
         text, lines = draft.text(), [*draft.lines, f"Recipe: {file}"]
         if overrides:
             made, tree = parse(text, RecipeLoader), parse(text, RecipeLoader)
@@ -200,11 +199,11 @@ def _as_tree(folder: Path, files: dict[str, str]) -> list[str]:
     return [line.rstrip() for line in shown.get().splitlines()]
 
 
-def _draft_recipe(project: Project, columns: Mapping[str, Any] | None = None) -> _Draft:
+def _draft_recipe(project: Project, given: Mapping[str, Any] | None = None) -> _Draft:
     """Looks at a project's data and model, and sizes its recipe to them.
 
     Args:
-        columns: Keys of the source that are given.
+        given: Sections of the recipe with the keys that the command sets.
 
     Raises:
         FinetuneError: If the options contradict each other, or something cannot be read.
@@ -213,8 +212,10 @@ def _draft_recipe(project: Project, columns: Mapping[str, Any] | None = None) ->
         raise RecipeError(f"--{project.adapters} trains adapters of a pretrained model: name one with --model.")
     if project.task == "custom" and (project.model is not None or project.data is not None):
         raise RecipeError("--task custom builds its own model and data, in task.py: leave --model and --data out.")
-    machines, survey = this_machine(), None
+    machines, survey, given = this_machine(), None, given or {}
     if project.data is not None:
+        (source, *_) = (given.get("data") or {}).get("train") or [{}]
+        columns = {key: value for key, value in source.items() if key in _COLUMNS}
         survey = survey_source(os.path.expanduser(project.data), _KINDS.get(project.task or ""), columns)
         project = replace(project, task=next(task for task, kind in _KINDS.items() if kind == survey.kind))
     task = project.task or "lm"
@@ -233,7 +234,7 @@ def _draft_recipe(project: Project, columns: Mapping[str, Any] | None = None) ->
             known = head_classes(least, classification.HEAD) if least is not None else None
             named = [classes for classes in (known, survey.classes) if classes is not None]
             values["num_labels"] = ClassList.of([*survey.labels], None, named, survey.places).count
-        sizes = _size_to(survey, least, positions, machines.ranks)
+        sizes = _size_to(survey, least, positions, machines.ranks, given)
     elif least is not None:
         sizes = default_sizes(min(1024, positions), machines.ranks)
     found = [f"Found in {survey.line()}."] if survey is not None else []
@@ -254,14 +255,16 @@ def _unequal_classes(labels: Mapping[int | str, int]) -> list[str]:
     ]
 
 
-def _size_to(survey: SourceSurvey, recipe: Recipe | None, positions: int, ranks: int) -> RecipeSizes:
+def _size_to(
+    survey: SourceSurvey, recipe: Recipe | None, positions: int, ranks: int, given: Mapping[str, Any]
+) -> RecipeSizes:
     """Sizes a recipe; without a pretrained model's tokenizer, a token is taken for three bytes."""
     lengths = [len(text.encode()) // 3 + 1 for text in survey.texts]
     if recipe is not None:
         lengths = token_lengths(survey, recipe)
     packing = {"text": "split", "conversations": "documents", "labelled": "padded"}[survey.kind]
     longest = min(1024 if packing == "split" else 4096, positions)
-    return size_recipe(survey.documents, lengths, longest, ranks, packing=packing)
+    return size_recipe(survey.documents, lengths, longest, ranks, packing=packing, most=positions, given=given)
 
 
 def _least_recipe(project: Project, survey: SourceSurvey | None, template: str | None = None) -> Recipe | None:

@@ -1,8 +1,9 @@
 """Row length, global batch and epochs of a new recipe, sized to its data."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from finetune.data.source_survey import row_length_for
 
@@ -38,7 +39,16 @@ def default_sizes(row_length: int, ranks: int) -> RecipeSizes:
     return RecipeSizes(row_length, rows, min(4, rows // ranks))
 
 
-def size_recipe(documents: int, lengths: Sequence[int], longest: int, ranks: int, *, packing: str) -> RecipeSizes:
+def size_recipe(
+    documents: int,
+    lengths: Sequence[int],
+    longest: int,
+    ranks: int,
+    *,
+    packing: str,
+    most: int | None = None,
+    given: Mapping[str, Any] | None = None,
+) -> RecipeSizes:
     """Sizes a recipe so that an epoch has some 20 steps and the run about 100, as far as the data gives them.
 
     Args:
@@ -48,13 +58,18 @@ def size_recipe(documents: int, lengths: Sequence[int], longest: int, ranks: int
         ranks: Processes of the run.
         packing: `documents`, packed, where longer ones are left out; `split`, where these go on in another row; or
             `padded`: one a row.
+        most: Tokens that a row may have at all, if these are more.
+        given: Sections of the recipe with the keys that the user has set.
     """
+    data, chat = ((given or {}).get(name) or {} for name in ("data", "chat"))
     held_out = 0.05 if documents < _FEW_DOCUMENTS else 0.02
     trained = documents * (1 - held_out)
     tokens = trained * sum(lengths) / len(lengths)
+    usual, chosen = min(_LENGTH, longest), data.get("sequence_length")
     row_length = row_length_for(lengths, longest, split=packing == "split")
-    usual = min(_LENGTH, longest)
-    if packing != "padded" and row_length < usual and tokens / usual >= _ROWS * _STEPS:
+    if isinstance(chosen, int) and chosen > 0:
+        row_length = chosen
+    elif packing != "padded" and row_length < usual and tokens / usual >= _ROWS * _STEPS:
         row_length = usual
     num_rows = int(trained if packing == "padded" else max(1, tokens / row_length / _FILLED))
     if packing == "documents":
@@ -67,14 +82,17 @@ def size_recipe(documents: int, lengths: Sequence[int], longest: int, ranks: int
     epochs = min(_MOST_EPOCHS, max(1, math.ceil(_STEPS / an_epoch)))
     steps = an_epoch * epochs
     warnings = []
-    if steps < _FEW_STEPS:
+    if steps < _FEW_STEPS and not (given or {}).get("length"):
         warnings.append(f"The data gives about {steps} steps only. Add data, or raise length.epochs (now {epochs}).")
     too_long = sum(length > row_length + 1 for length in lengths) / len(lengths)
     if packing != "split" and too_long > _MOST_TOO_LONG:
-        done = "cut" if packing == "padded" else "left out"
+        rule = chat.get("too_long", "drop")
+        done = "cut" if packing == "padded" or rule != "drop" else "left out"
+        advice = ["raise data.sequence_length as far as memory allows"] if row_length < (most or longest) else []
+        advice += ["set chat.too_long=cut_left"] if done == "left out" else []
         warnings.append(
-            f"{too_long:.0%} of the data is longer than a row and will be {done}: raise data.sequence_length (now "
-            f"{row_length}) as far as model and memory allow."
+            f"{too_long:.0%} of the data is longer than a row (data.sequence_length {row_length}) and will be {done}: "
+            f"{' or '.join(advice) or 'the model takes no longer rows'}."
         )
     every = 50 if steps >= 200 else max(5, steps // 4)
     micro = min(4, max(1, rows // ranks))

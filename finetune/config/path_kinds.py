@@ -6,8 +6,9 @@ An error about a wrong path says what it is, and what to use instead.
 import fnmatch
 import glob
 import os
+import re
 import stat
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -53,8 +54,14 @@ _ADVICE: dict[Wanted, dict[Kind, str]] = {
         "tokenizer": "Name files of documents. The tokenizer is named as tokenizer.name.",
     },
 }
-DATA_SUFFIXES = (".txt", ".jsonl", ".json", ".parquet", ".csv", ".tsv", ".conll")
+DATA_SUFFIXES = (".txt", ".jsonl", ".json", ".parquet", ".csv", ".tsv", ".conll", ".conllu")
 """Endings of files that hold documents."""
+_SHARD = re.compile(r"(?:^|/)(\w+)-\d{5}-of-\d{5}[^/]*$")
+_SPLITS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
 
 
@@ -197,7 +204,7 @@ def check_paths(recipe: Recipe) -> None:
     for source in (*recipe.data.train, *recipe.data.validation):
         if source.path is not None:
             try:
-                find_files(source.path)
+                find_files(source.path, source.split)
             except DataError as error:
                 problems.append(error)
             if _reads(source.path, Path(recipe.output.dir) / "ledger.jsonl"):
@@ -239,14 +246,23 @@ def _matches(pattern: Sequence[str], parts: Sequence[str]) -> bool:
     return fnmatch.fnmatchcase(parts[0], first) and not hidden and _matches(others, parts[1:])
 
 
-def find_files(given: str) -> list[Path]:
+def find_files(given: str, split: str | None = None) -> list[Path]:
     """Returns what a source's `path` names: a file, a saved data set, or the files of a directory or glob, by name.
 
     Links are followed. A file that is reached by several names is taken once.
 
+    Args:
+        split: The split whose files are wanted, which are named as `datasets` knows them; None if there are none.
+
     Raises:
-        DataError: If there is nothing, or something that is neither a file nor a directory.
+        DataError: If there is nothing, something that is neither a file nor a directory, or not that split.
     """
+    if (scheme := re.match(r"([a-z][a-z0-9+.-]+)://(datasets/([^/@]+/[^/@]+))?", given)) is not None:
+        hub = f", or name the hub's data set as `hub`: {scheme[3]}" if scheme[1] == "hf" and scheme[3] else ""
+        raise DataError(
+            f"{given} is an address ({scheme[1]}), and `path` is a place on this machine, since files are read several "
+            f"times. Download it and name the file{hub}."
+        )
     # A name with brackets in it is first of all a name.
     names = [given] if os.path.lexists(given) else glob.glob(given, recursive=True)
     if names and all(map(os.path.isdir, names)) and (len(names) > 1 or kind_of(Path(names[0])) is None):
@@ -285,7 +301,41 @@ def find_files(given: str) -> list[Path]:
             )
         if (wrong := why_not(path, "data")) is not None:
             raise DataError(wrong)
-    return files
+    if files[0].is_dir():
+        return files
+    above = Path(os.path.commonpath([path.parent for path in files]))
+    splits = {path: split_of(path.relative_to(above)) for path in files}
+    check_split(given, split, {name for name in splits.values() if name is not None})
+    return [path for path in files if split in (None, splits[path])]
+
+
+def split_of(name: Path) -> str | None:
+    """Returns the split that a file is of by its name or a folder's; None if these name none.
+
+    Source: `datasets.data_files` (its default patterns).
+    """
+    text = name.as_posix().lower()
+    if (sharded := _SHARD.search(text)) is not None:
+        return sharded[1]
+    words = re.split("[^a-z]+", text.removesuffix(name.suffix.lower()))
+    return next((split for word in words for split, names in _SPLITS.items() if word in names), None)
+
+
+def check_split(given: str, split: str | None, splits: Collection[str]) -> None:
+    """Checks the split of a path against those that it has.
+
+    Raises:
+        DataError: If it has others, or several of which none is wanted.
+    """
+    names = ", ".join(sorted(splits))
+    if split is None and len(splits) > 1:
+        raise DataError(
+            f"{given} holds the splits {names}, which would be read as one. Name one of them as the source's `split`, "
+            "or in its `path`."
+        )
+    if split is not None and split not in splits:
+        has = f"its splits are {names}. Name one of them as" if splits else "nor any other. Remove"
+        raise DataError(f"{given} has no split '{split}'; {has} the source's `split`.")
 
 
 def data_files_below(folder: Path) -> tuple[list[Path], list[Path]]:

@@ -375,8 +375,9 @@ def task_conflicts(recipe: Recipe, task: TaskTraits) -> Iterable[str]:
         yield "chat: a classifier reads no conversations; remove the section"
     if task.paired and recipe.chat is not None:
         yield f"chat: {recipe.task.name} reads pairs of texts, and no conversations; remove the section"
-    sources = (*recipe.data.train, *recipe.data.validation)
-    pairs = {source.pair_field is not None for source in sources}
+    sides = {"train": recipe.data.train, "validation": recipe.data.validation}
+    sources = {f"data.{side}.{n}": source for side, given in sides.items() for n, source in enumerate(given)}
+    pairs = {source.pair_field is not None for source in sources.values()}
     if False in pairs and task.paired:
         yield f"data: {recipe.task.name} learns to write a text; name its column in each source as `pair_field`"
     elif True in pairs and (task.text or task.tagged) and not task.paired:
@@ -411,6 +412,12 @@ def task_conflicts(recipe: Recipe, task: TaskTraits) -> Iterable[str]:
     for number, source in enumerate(section.prompts):
         if source.weight != 1.0:
             yield f"eval.prompts.{number}.weight: every prompt counts once; remove it (`limit` reads fewer)"
+        for key, default in (("text_field", "text"), ("pair_field", None), ("label_field", "label")):
+            if getattr(source, key) != default:
+                yield f"eval.prompts.{number}.{key}: prompts and references are named in `fields`; remove it"
+    for place, source in sources.items() if (task.text or task.paired) and not task.labelled else ():
+        if source.label_field != "label":
+            yield f"{place}.label_field: {recipe.task.name} reads no labels; remove it"
     if section.patience is not None and best_by is None:
         yield "eval.patience: checkpoint.keep_best_by is null, so that no evaluation is better than another; name a key"
     if section.patience is not None and section.every_steps is None:

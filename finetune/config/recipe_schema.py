@@ -211,16 +211,17 @@ class Source(Section):
     generates conversations, unless `format` is `text`."""
     path: PathText | None = None
     """A file, glob, or directory, with those below it: .txt (documents end with a line `<|endoftext|>`), .jsonl, .json,
-    .parquet, .csv, .tsv, .conll (a word and its tag a line); or a directory written by `datasets`' `save_to_disk`.
-    Relative paths count from the working directory."""
+    .parquet, .csv, .tsv, .conll, .conllu (a word and its tag a line); or a directory written by `datasets`'
+    `save_to_disk`. Relative paths count from the working directory."""
     hub: str | None = None
     """Name of a data set on the Hugging Face hub."""
     hub_config: str | None = None
     """Configuration of a hub data set that has several."""
     revision: str | None = None
     """Branch, tag or commit of a hub data set."""
-    split: str = "train"
-    """Split of a hub data set or of a saved `datasets` directory."""
+    split: str | None = None
+    """Split of a hub data set (left out: `train`), of a saved `datasets` directory, or of a folder or glob whose files
+    or folders are named after splits. A path with several needs it."""
     text_field: str = "text"
     """Field that holds the text of a document; for `token_classification` its words, as a list."""
     pair_field: str | None = None
@@ -246,6 +247,10 @@ class Source(Section):
         given = [key for key in ("sample", "path", "hub") if getattr(self, key) is not None]
         if len(given) != 1:
             raise ValueError(f"give exactly one of sample, path and hub (got {', '.join(given) or 'none'})")
+        for key, kinds in (("split", ("path", "hub")), ("hub_config", ("hub",)), ("revision", ("hub",))):
+            # Recipes of earlier runs have `train` everywhere.
+            if getattr(self, key) not in (None, "train") and given[0] not in kinds:
+                raise ValueError(f"`{key}` is of a source with {' or '.join(kinds)}; remove it")
         return self
 
 
@@ -352,6 +357,9 @@ class ChecksSection(Section):
     """Maximum fraction of conversations that are left out because there is nothing to learn from."""
     max_too_long: Annotated[Fraction, "share of the documents"] = 1.0
     """Maximum fraction of documents that are cut or left out because they are longer than a row."""
+    max_left_out: Annotated[Fraction, "share of the documents"] = 0.5
+    """Maximum fraction of documents or conversations that are left out for whatever reason: without text, too long,
+    broken, or without anything to learn."""
     max_overlap: Annotated[Fraction, "share of the documents"] = 1.0
     """Maximum fraction of validation documents that are also training documents."""
     min_supervised: Annotated[Fraction, "share of the tokens"] = 0.0

@@ -1,18 +1,19 @@
 """Label names to class numbers."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from finetune.data.sources.readers import integer_of, label_order
 from finetune.data.tokenization.memmap import Int64s
 from finetune.utils.errors import DataError
 
 _SHOWN = 10
 # What programs write for a missing value. It may be a name as well, so it is one.
-_ABSENT = {"nan", "none", "null", "na", "n/a", "<na>"}
+_ABSENT = {"nan", "none", "null", "na", "n/a", "<na>", "-1"}
 _OTHER_MODEL = (
     "learn other classes from a model without this head, such as its base: `AutoModel.from_pretrained(DIR)"
     ".save_pretrained(NEW_DIR)` of transformers writes one"
@@ -58,8 +59,9 @@ class ClassList:
     ) -> "ClassList":
         """Numbers the labels of the training documents.
 
-        Where classes are known, labels are their names or their numbers. Else texts are numbered in sorted order, and
-        integers are what they are.
+        Where classes are known, labels are their names or their numbers. Else integers are what they are if they are 0
+        to n - 1, and other integers and texts are names, numbered in order. An integer that is written as text is that
+        integer, as in CSV, which has nothing else.
 
         Args:
             labels: The distinct labels.
@@ -68,60 +70,58 @@ class ClassList:
             places: Labels as they were read, each with its file and line; read for error messages only.
 
         Raises:
-            DataError: If the labels do not fit names that are binding, texts and integers are mixed, there are more
-                classes than asked for, or integers are not 0 to n - 1.
+            DataError: If the labels do not fit names that are binding, texts and integers are mixed, or there are more
+                classes than asked for.
         """
         unfit: tuple[str, ...] = ()
         for classes in known:
             if (found := _among(classes, labels, num_labels)) is not None:
                 return replace(found, unfit=unfit)
             unfit = (*unfit, *filter(None, [classes.unfit]))
-        texts = sorted(label for label in labels if isinstance(label, str))
-        numbers = sorted(label for label in labels if isinstance(label, int))
-        if texts and numbers:
+        integers = {integer_of(label) for label in labels}
+        count = num_labels or len(integers)
+        if integers <= {*range(count)}:
+            return ClassList.named([*map(str, range(count))], unfit)
+        if None in integers and len({isinstance(label, str) for label in labels}) > 1:
             first: dict[bool, str] = {}
             for label, where in places:
                 first.setdefault(isinstance(label, str), f"{label!r} ({where})")
                 if len(first) == 2:
                     break
+            numbers, texts = (
+                some(sorted(repr(label) for label in labels if isinstance(label, kind))) for kind in (int, str)
+            )
             where = f" The first number is {first[False]}, and the first text {first[True]}." if len(first) == 2 else ""
             raise DataError(
-                f"Some labels are numbers ({some(numbers)}) and some are texts ({some([*map(repr, texts)])}).{where} "
+                f"Some labels are numbers ({numbers}) and some are texts ({texts}).{where} "
                 "Write them all as one or the other."
             )
-        if texts:
-            bare = Counter(text.strip() for text in texts)
-            if alike := [text for text in texts if bare[text.strip()] > 1]:
-                raise DataError(
-                    f"The labels {some([repr(text) for text in alike])} differ in white space alone, and would be "
-                    "classes of their own. Write each class in one way."
-                )
-            if num_labels is not None and len(texts) > num_labels:
-                raise DataError(
-                    f"The data has {len(texts)} classes ({some(texts)}), and task.num_labels is {num_labels}. Raise "
-                    "it, or leave it out so that classes are counted."
-                )
-            names = _padded(texts, num_labels)
-            return ClassList(len(names), names, {text: n for n, text in enumerate(texts)}, unfit=unfit)
-        count = num_labels or max(numbers) + 1
-        if numbers[0] < 0 or numbers[-1] >= count:
+        names = list(dict.fromkeys(str(label) for label in sorted(labels, key=label_order)))
+        bare = Counter(name.strip() for name in names)
+        if alike := [name for name in names if bare[name.strip()] > 1]:
             raise DataError(
-                f"The labels go from {numbers[0]} to {numbers[-1]}; with {count} classes they must be 0 to "
-                f"{count - 1}. Number the classes from 0, or correct task.num_labels."
+                f"The labels {some([repr(name) for name in alike])} differ in white space alone, and would be "
+                "classes of their own. Write each class in one way."
             )
-        if num_labels is None and len(numbers) != count:
-            missing = next(place for place, number in enumerate(numbers) if place != number)
+        if num_labels is not None and len(names) > num_labels:
             raise DataError(
-                f"The labels go up to {numbers[-1]}, but {count - len(numbers)} below it never occur, the first is "
-                f"{missing}. Number the classes from 0 without gaps, or set task.num_labels to {count} if these are "
-                "real classes."
+                f"The data has {len(names)} classes ({some(names)}), and task.num_labels is {num_labels}. Raise "
+                "it, or leave it out so that classes are counted."
             )
-        return ClassList(count, tuple(map(str, range(count))), {n: n for n in range(count)}, unfit=unfit)
+        return ClassList.named(_padded(names, num_labels), unfit)
+
+    @staticmethod
+    def named(names: Sequence[str], unfit: tuple[str, ...]) -> "ClassList":
+        """Classes that labels mean by their names; integers are names as they are written."""
+        number_of = {name: number for number, name in enumerate(names)}
+        return ClassList(len(names), tuple(names), _with_integers(number_of), unfit=unfit)
 
     def notes(self) -> tuple[str, ...]:
         """Lists what a reader should know of the names, in a line each."""
         doubtful = [name for name in self.names if name.strip().lower() in _ABSENT]
         said = [f"the class {some([repr(name) for name in doubtful])} may stand for missing labels"] if doubtful else []
+        if self.known is None and any(integer_of(name) not in (None, number) for number, name in enumerate(self.names)):
+            said.append(f"the model numbers the classes {some(self.names)} from 0, and has these as their names")
         return (*self.unfit, *said)
 
     def renumber(self, codes: Int64s, labels: Sequence[int | str]) -> Int64s:
@@ -133,7 +133,7 @@ class ClassList:
         if unknown := [label for label in labels if label not in self.number_of]:
             raise DataError(
                 f"The validation documents have labels that no training document has: {some(unknown)}; known are "
-                f"{some(list(self.number_of))}. Correct the labels, or add such documents to data.train."
+                f"{some(self.names)}. Correct the labels, or add such documents to data.train."
             )
         return np.array([self.number_of[label] for label in labels], np.int64)[codes]
 
@@ -153,9 +153,9 @@ def _among(known: KnownClasses, labels: Sequence[int | str], num_labels: int | N
     """The known classes, with what each label means; None if the labels are others, and may be."""
     names = known.names
     number_of: dict[int | str, int] = {name: number for number, name in enumerate(names)}
-    texts = {label for label in labels if isinstance(label, str)}
-    numbers = sorted(label for label in labels if isinstance(label, int))
-    # What CSV writes as 1 is a class of that name, or the class of that number.
+    # What CSV writes as 1 is a class of that name, or else the class of that number.
+    texts = {label for label in labels if isinstance(label, str) and (label in number_of or integer_of(label) is None)}
+    numbers = sorted({number for label in {*labels} - texts if (number := integer_of(label)) is not None})
     named = {number: number_of[str(number)] for number in numbers if str(number) in number_of}
     placed = {number: number for number in range(len(names))}
     by_name, by_number = len(named) == len(numbers), all(number in placed for number in numbers)
@@ -181,7 +181,14 @@ def _among(known: KnownClasses, labels: Sequence[int | str], num_labels: int | N
             raise DataError(problem)
         return None
     # Documents of validation may have other numbers than those of training.
-    spelled = {int(name): number for number, name in enumerate(names) if name.isascii() and name.isdecimal()}
-    number_of |= (spelled if spelled and by_name else placed).items()
+    spelled = _with_integers(number_of)
+    if not (by_name and len(spelled) > len(names)):
+        spelled = _with_integers({str(number): number for number in placed}) | number_of
     every = _padded(names, num_labels)
-    return ClassList(len(every), every, number_of, known)
+    return ClassList(len(every), every, spelled, known)
+
+
+def _with_integers(number_of: Mapping[Any, int]) -> dict[int | str, int]:
+    """Adds the integers that names write."""
+    spelled = ((integer_of(name), number) for name, number in number_of.items())
+    return dict(number_of) | {integer: number for integer, number in spelled if integer is not None}

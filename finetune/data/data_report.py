@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 from finetune.config.recipe_schema import ChecksSection
 from finetune.data.class_labels import some
-from finetune.data.text_issues import DUPLICATE_KEY, LOSSY, MOJIBAKE, NUL, Finding
+from finetune.data.sources.readers import DUPLICATE_KEY, SWALLOWED
+from finetune.data.text_issues import LOSSY, MOJIBAKE, NUL, Finding
 from finetune.utils.errors import DataError
 from finetune.utils.exact import exact_product
 
@@ -22,8 +23,16 @@ WORDS = {
     MOJIBAKE: "documents look wrongly decoded",
     NUL: "documents hold NUL characters",
     DUPLICATE_KEY: "records have a key more than once, and its last value counts",
+    SWALLOWED: "records hold line ends and column dividers between quotes, as if they had swallowed other rows",
 }
 """Words for each kind of finding."""
+_LEFT_OUT_ADVICE = {
+    "documents without text": "name the field of the texts as the source's `text_field`, or mend the data",
+    "conversations without anything to learn": (
+        "look at chat.train_on, at the template's {% generation %} marks and at weights of 0"
+    ),
+    "broken conversations": "mend them, or name their fields and roles (the source's `fields`, `chat.roles`)",
+}
 COUNTED = {
     "duplicates": "duplicate documents",
     "empty": "empty documents",
@@ -166,6 +175,8 @@ class DataReport:
     """True if everything came from the cache."""
     notes: tuple[str, ...] = ()
     """Notes on the classes' names."""
+    too_long: str = ""
+    """Words for what to change where documents are left out as too long."""
 
     def sides(self) -> dict[str, SplitReport]:
         """The sides that there are, by their names."""
@@ -184,16 +195,17 @@ class DataReport:
         return [*lines, *(f"  {note}" for note in self._class_notes())]
 
     def start_lines(self) -> list[str]:
-        """The report in a line, and in a second one what in the data is to be looked at, if anything."""
+        """The report in a line, and behind it what in the data is to be looked at, what may spoil a model in full."""
         parts: list[str] = []
+        spoiling: list[str] = []
         counted: Counter[str] = Counter()
         for name, split in self.sides().items():
             kind = "conversations" if split.chat is not None else "documents"
             rows = f"{split.rows:,} rows of {self.sequence_length} tokens from {split.documents:,} {kind}"
             parts.append(rows if not parts else f"{name} {split.rows:,} rows")
             counted.update(_notes(split))
-            counted.update({WORDS[found.kind]: found.count for found in split.findings})
-        lines = ["; ".join(parts)] if parts else []
+            spoiling += [f"{name}: {_finding_line(finding)}" for finding in split.findings]
+        lines = ["; ".join(parts), *spoiling] if parts else []
         if self.train is not None:
             lines += [f"{source.name}: {source.files}" for source in self.train.sources if source.files]
             lines += self._too_long_lines(self.train)
@@ -213,7 +225,7 @@ class DataReport:
         share = left_out / max(1, split.documents + (left_out if split.chat is not None else 0))
         if share <= _MOST_LEFT_OUT:
             return []
-        return [f"{share:.0%} of the data left out as too long: raise data.sequence_length ({self.sequence_length})"]
+        return [f"{share:.0%} of the data left out as too long: {self.too_long}"]
 
     def _class_notes(self) -> list[str]:
         notes = list(self.notes)
@@ -268,7 +280,7 @@ def _split_lines(name: str, split: SplitReport) -> list[str]:
         lines.append(f"    {split.numbers.line()}")
     if found := [f"{count:,} {what}" for what, count in _notes(split).items()]:
         lines.append(f"    {', '.join(found)}")
-    lines += [f"    {f.count:,} of {f.of:,} {WORDS[f.kind]}; the first: {f.example}" for f in split.findings]
+    lines += [f"    {_finding_line(finding)}" for finding in split.findings]
     for source in split.sources if len(split.sources) > 1 or split.chat is not None else ():
         form = f"{source.format}, " if source.format else ""
         lines.append(f"    {source.name}: {form}{source.documents:,} documents, {source.tokens:,} tokens")
@@ -279,6 +291,10 @@ def _split_lines(name: str, split: SplitReport) -> list[str]:
             more = f" and {len(source.unread) - _FIELDS} more" if len(source.unread) > _FIELDS else ""
             lines.append(f"    {source.name}: fields that are not read: {', '.join(source.unread[:_FIELDS])}{more}")
     return lines
+
+
+def _finding_line(finding: Finding) -> str:
+    return f"{finding.count:,} of {finding.of:,} {WORDS[finding.kind]}; the first: {finding.example}"
 
 
 def _class_counts(classes: dict[str, int]) -> str:
@@ -293,14 +309,16 @@ def check_bounds(report: DataReport, bounds: ChecksSection, *, labelled: bool = 
         DataError: With all of them that do not hold.
     """
     problems = [
-        f"{name}: {problem}" for name, split in report.sides().items() for problem in _problems(split, bounds, labelled)
+        f"{name}: {problem}"
+        for name, split in report.sides().items()
+        for problem in _problems(split, bounds, labelled, report.too_long)
     ]
     if problems:
         raise DataError(f"The data is not what the recipe allows: {'; '.join(problems)}. Mend it, or the bounds.")
 
 
-def _problems(split: SplitReport, bounds: ChecksSection, labelled: bool) -> Iterator[str]:
-    chat = split.chat
+def _problems(split: SplitReport, bounds: ChecksSection, labelled: bool, too_long_advice: str) -> Iterator[str]:
+    chat, left_out = split.chat, split.left_out()
     broken = sum(split.broken.values())
     read = broken + split.documents
     too_long, unsupervised = split.truncated + split.dropped, 0
@@ -314,6 +332,15 @@ def _problems(split: SplitReport, bounds: ChecksSection, labelled: bool) -> Iter
         ("max_broken", bounds.max_broken, broken, read, bad),
         ("max_too_long", bounds.max_too_long, too_long, read, "documents are longer than a row"),
         ("max_unsupervised", bounds.max_unsupervised, unsupervised, read, "conversations hold nothing to learn"),
+        (
+            "max_left_out",
+            bounds.max_left_out,
+            sum(left_out.values()),
+            split.documents - split.dropped + sum(left_out.values()),
+            f"{'documents' if chat is None else 'conversations'} would be left out "
+            f"({', '.join(f'{what} {count:,}' for what, count in left_out.items())}): "
+            f"{_LEFT_OUT_ADVICE.get(max(left_out, key=left_out.__getitem__, default=''), too_long_advice)}",
+        ),
         ("max_overlap", bounds.max_overlap, split.overlap, split.documents, "documents are training documents too"),
     ]
     by_kind = {

@@ -88,6 +88,7 @@ def prepare_data(
     targets: bool = False,
     tagged: bool = False,
     known: KnownClasses | None = None,
+    longest: Callable[[], int | None] = lambda: None,
     quiet: bool = False,
 ) -> PreparedData:
     """Prepares the recipe's data, or finds it prepared.
@@ -101,13 +102,14 @@ def prepare_data(
         targets: True if documents are pairs of a source and its target.
         tagged: True if each word has a class of its own.
         known: The classes of the pretrained classifier that the recipe starts from, if it does.
+        longest: Returns the tokens of the longest row that the model takes, None if that is not known; for advice.
         quiet: Show no progress and do not say when this process waits.
 
     Raises:
         DataError: If data or tokenizer cannot be used as the recipe says.
     """
     kinds = {"numbers": numbers, "tagged": tagged, "targets": targets}
-    return _Preparation(recipe, labelled, known, quiet=quiet, **kinds).run()
+    return _Preparation(recipe, labelled, known, longest, quiet=quiet, **kinds).run()
 
 
 class _Preparation:
@@ -118,6 +120,7 @@ class _Preparation:
         recipe: Recipe,
         labelled: bool,
         known: KnownClasses | None,
+        longest: Callable[[], int | None],
         *,
         numbers: bool,
         targets: bool,
@@ -125,7 +128,7 @@ class _Preparation:
         quiet: bool,
     ) -> None:
         self._recipe, self._data, self._chat = recipe, recipe.data, recipe.chat
-        self._labelled, self._known, self._quiet = labelled, known, quiet
+        self._labelled, self._known, self._longest, self._quiet = labelled, known, longest, quiet
         self._numbers, self._tagged, self._targets = numbers, tagged, targets
         self._paired = any(source.pair_field is not None for source in (*recipe.data.train, *recipe.data.validation))
         self._cache = Cache(Path(recipe.data.cache_dir), quiet=quiet)
@@ -196,6 +199,7 @@ class _Preparation:
             train=reports.get("train"),
             validation=reports.get("validation"),
             notes=classes.notes() if classes else (),
+            too_long=self._room_advice() if any("too long" in str(s.left_out()) for s in reports.values()) else "",
             seconds=time.monotonic() - began,
             reused=self._reused,
         )
@@ -209,6 +213,20 @@ class _Preparation:
             report=report,
             digest=_digest(first, classes),
         )
+
+    def _room_advice(self) -> str:
+        """What to change where documents are too long: never to more than the model takes, or to what is so already."""
+        data, longest = self._data, self._longest()
+        advice = []
+        if longest is None or data.sequence_length < longest:
+            most = "" if longest is None else f", of {longest} that the model takes"
+            advice.append(f"raise data.sequence_length ({data.sequence_length}{most})")
+        if self._chat is not None:
+            shorter = {"drop": "cut_left", "cut_left": "cut_right"}.get(self._chat.too_long)
+            advice += [f"set chat.too_long={shorter}"] if shorter is not None else []
+        else:
+            advice.append(f"set data.long_documents={'truncate' if self._targets else 'split'}")
+        return " or ".join(advice) or "cut them into shorter ones"
 
     def _no_row(self) -> str:
         """The end of a sentence on documents that make no row: what decides it, and what to change."""

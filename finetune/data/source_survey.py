@@ -65,16 +65,20 @@ def survey_source(path: str, kind: Kind | None = None, given: Mapping[str, Any] 
     Args:
         path: A file, glob or directory.
         kind: What the records are to be; None to find it.
-        given: Keys of the source that need not be found: `text_field`, `label_field`, `fields`.
+        given: Keys of the source that need not be found: `text_field`, `label_field`, `fields`, `split`.
 
     Raises:
         DataError: If it cannot be read as that, or as anything.
     """
-    raw = RecordForm(AS_IT_IS, (given or {}).get("fields", {}), {}, "text", strip=True, tolerance=Tolerance(lenient=False))
-    first = next(open_source(Source(path=path), labelled=False, form=raw).documents(), None)
+    raw = RecordForm(
+        AS_IT_IS, (given or {}).get("fields", {}), {}, "text", strip=True, tolerance=Tolerance(lenient=False)
+    )
+    split = {"split": given["split"]} if given and "split" in given else {}
+    first = next(open_source(Source(path=path, **split), labelled=False, form=raw).documents(), None)
     if first is None:
         raise DataError(f"{path} holds no documents. Name a file with some.")
     found, keys = _describe(json.loads(first.text), kind, given or {}, first.where)
+    keys |= split
     tolerance = Tolerance(lenient=False)
     form = None
     if found == "conversations":

@@ -8,7 +8,7 @@ from typing import Any
 from finetune.data.sources.conversation_formats import Conversation
 from finetune.data.sources.corpus import Chosen
 
-NUL, MOJIBAKE, DUPLICATE_KEY, LOSSY = "nul", "mojibake", "duplicate_key", "lossy"
+NUL, MOJIBAKE, LOSSY = "nul", "mojibake", "lossy"
 
 # A round trip costs as much as tokenising: of each source the first documents are taken, and few of the rest by hash.
 _SAMPLED_FIRST = 32
@@ -101,8 +101,8 @@ def _signs(item: Chosen, *, chat: bool) -> Iterator[tuple[str, str]]:
         yield NUL, _around(text, max(0, text.find("\0")), 1)
     if found := _MOJIBAKE.search(text):
         yield MOJIBAKE, _around(text, *found.span())
-    if item.duplicate_key is not None:
-        yield DUPLICATE_KEY, repr(item.duplicate_key)
+    if item.issue is not None:
+        yield item.issue
 
 
 def first_difference(one: str, other: str) -> int:

@@ -68,7 +68,7 @@ def recipe_of(
             tree["chat"] = {**own["chat"], "template": None}
         # Fields and formats are those that the run has learned from.
         origin = (tree["data"]["train"] or tree["data"]["validation"] or [{}])[0]
-    about = {"sample": None, "hub": None, "hub_config": None, "revision": None, "limit": None, "weight": 1.0}
+    about = dict.fromkeys(("sample", "hub", "hub_config", "revision", "split", "limit")) | {"weight": 1.0}
     origin = {**origin, **{key: value for key, value in about.items() if key in origin}}
     if chat:
         tree.setdefault("chat", {})
@@ -82,6 +82,8 @@ def recipe_of(
         limits = causal_lm.tolerances(opened.precision)
         if not all(far.item() <= most for far, most in zip(found, limits, strict=False)):
             tree["data"]["packing"] = "padded"
+    # What is left out is said, and a file is evaluated whatever that is.
+    tree["checks"] = {"max_left_out": 1.0}
     tree |= {"model": {"name": opened.tokenizer_folder}, "tokenizer": {"name": opened.tokenizer_folder}}
     return validate_recipe({**tree, "length": {"steps": 0}}, origin="--data")
 
@@ -120,8 +122,8 @@ def evaluate_files(
     if task.labelled and task.loss_and_numbers is None:
         known = KnownClasses(opened.class_names, f"the classifier {opened.home or opened.tokenizer_folder}")
     numbers = task.loss_and_numbers is not None
-    kinds = {"labelled": task.labelled, "numbers": numbers, "tagged": task.tagged, "targets": task.paired}
-    prepared = prepare.prepare_data(recipe, known=known, **kinds)
+    kinds: dict[str, Any] = {"labelled": task.labelled, "numbers": numbers, "tagged": task.tagged}
+    prepared = prepare.prepare_data(recipe, known=known, targets=task.paired, **kinds)
     rows, report = prepared.validation, prepared.report.validation
     if rows is None or report is None:
         raise DataError("The files of --data hold no text to evaluate. Name others.")

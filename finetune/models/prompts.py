@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import GenerationConfig
 
+from finetune.data.sources.streams import require_encodable
 from finetune.utils.bounded_work import bounded_work
 from finetune.utils.errors import CheckpointError, DataError
 
@@ -21,8 +22,9 @@ def text_tokens(tokenizer: Any, prompt: str) -> list[int]:
     """Returns tokens to continue from; of an empty text the one that begins texts, or that ends the text before.
 
     Raises:
-        DataError: If there are none.
+        DataError: If there are none, or the text holds half a character.
     """
+    require_encodable(prompt, "sample.prompt, or --prompt", "prompt")
     ids: list[int] = tokenizer.encode(prompt, add_special_tokens=False)
     if tokenizer.bos_token_id is not None:
         ids = [tokenizer.bos_token_id, *ids]
@@ -39,8 +41,9 @@ def source_tokens(tokenizer: Any, source: str) -> list[int]:
     """Returns tokens of a text that an encoder reads, with those that the tokenizer puts around it.
 
     Raises:
-        DataError: If it is empty.
+        DataError: If it is empty, or holds half a character.
     """
+    require_encodable(source, "sample.prompt, or --prompt", "prompt")
     if not source.strip():
         raise DataError(
             "The prompt is empty, and an encoder needs a text to read. Give one (sample.prompt, or --prompt)."
@@ -63,7 +66,7 @@ def turn_tokens(tokenizer: Any, turns: str | Sequence[Turn], variables: Mapping[
         variables: More variables of the template.
 
     Raises:
-        DataError: If there is no template, or it refuses the turns.
+        DataError: If there is no template, it refuses the turns, or these hold half a character.
     """
     if not tokenizer.chat_template:
         raise DataError("--chat needs a tokenizer with a chat template, and this one has none. Leave --chat out.")
@@ -78,6 +81,7 @@ def turn_tokens(tokenizer: Any, turns: str | Sequence[Turn], variables: Mapping[
             f"The chat template refuses {_said(messages)}: {' '.join(str(error).split())[:300]}. Write the "
             "prompt out as text (no --chat), or, for samples of a run, leave the recipe's sample section out."
         ) from error
+    require_encodable(written, "sample.prompt, or --prompt", "prompt")
     ids: list[int] = tokenizer.encode(written, add_special_tokens=False)
     return ids
 

@@ -9,6 +9,7 @@ from typing import Any
 from finetune.config.recipe_schema import Recipe, Source
 from finetune.data.chat.chat_templates import find_template, write_conversation
 from finetune.data.sources.conversation_formats import (
+    ABSENT,
     Conversation,
     InvalidConversation,
     RecordForm,
@@ -48,7 +49,7 @@ class _PromptForm(RecordForm):
         given = {
             key: value
             for key in ("prompt", "references", "reference")
-            if isinstance(value := find_value(record, self.fields.get(key, key)), str | list)
+            if (value := find_value(record, self.fields.get(key, key))) is not ABSENT
         }
         if "prompt" in given and len(given) > 1:
             return self._pair_of(record, given, where)
@@ -62,6 +63,12 @@ class _PromptForm(RecordForm):
 
     def _pair_of(self, record: Mapping[str, Any], given: Mapping[str, Any], where: str) -> str:
         prompt, references = given["prompt"], given.get("references", given.get("reference"))
+        for key, value in given.items():
+            if not isinstance(value, str | list):
+                raise DataError(
+                    f"{where}: the field '{self.fields.get(key, key)}' holds {kind_of(value)}, and prompts and "
+                    "references are texts. Write it as text, or name another field in the source's `fields`."
+                )
         references = [references] if isinstance(references, str) else references
         if not references or not all(isinstance(one, str) for one in references):
             raise DataError(f"{where}: the references of a prompt are texts, at least one. Mend or remove the record.")
@@ -69,10 +76,10 @@ class _PromptForm(RecordForm):
             turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else self._turns(prompt, where)[0]
             variables = self._json(record, "chat_template_kwargs", dict, where) or {}
             asked = {"messages": turns, "tools": self._tools(record, where), "variables": variables}
-            return json.dumps({**asked, "references": references})
+            return json.dumps({**asked, "references": references}, ensure_ascii=False)
         if not isinstance(prompt, str):
             raise DataError(f"{where}: the prompt is a list, and without a `chat` section it has to be a text.")
-        return json.dumps({"prompt": prompt, "references": references})
+        return json.dumps({"prompt": prompt, "references": references}, ensure_ascii=False)
 
     def _last_answer(self, said: Conversation | str, where: str) -> str:
         messages = [] if isinstance(said, str) else said.messages
@@ -83,7 +90,7 @@ class _PromptForm(RecordForm):
                 "behind a user's turn, as a text. Remove the record."
             )
         asked = {"messages": messages[:last], "tools": said.tools, "variables": said.variables}
-        return json.dumps({**asked, "references": [messages[last]["content"]]})
+        return json.dumps({**asked, "references": [messages[last]["content"]]}, ensure_ascii=False)
 
 
 def read_prompts(recipe: Recipe, tokenizer: Any, *, paired: bool = False) -> tuple[Prompt, ...]:

@@ -1,6 +1,7 @@
 """Parts that tasks are made of: data of documents, networks of transformers, and adapters for any other network."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -17,9 +18,10 @@ from finetune.data.prepare import PreparedData
 from finetune.models import lora_adapters
 from finetune.models.build_network import build_meta_model, build_model, init_weights
 from finetune.models.head_classes import head_classes
-from finetune.models.heads import Head
+from finetune.models.heads import NEXT_TOKEN, Head
+from finetune.models.model_config import longest_row, resolve_model_config
 from finetune.tasks.task import Task, TaskData
-from finetune.utils.errors import RecipeError
+from finetune.utils.errors import FinetuneError, RecipeError
 
 
 def transformers_task(
@@ -82,7 +84,13 @@ def build_task_data(
     labelled = classifier is not None or numbers
     known = head_classes(recipe, classifier) if classifier is not None else None
     kinds = {"labelled": labelled, "numbers": numbers, "tagged": tagged, "targets": targets}
-    prepared = prepare.prepare_data(recipe, known=known, quiet=quiet, **kinds)
+
+    def longest() -> int | None:
+        with suppress(FinetuneError):  # what is wrong with the model is said where it is built
+            return longest_row(resolve_model_config(recipe, classifier or NEXT_TOKEN))
+        return None
+
+    prepared = prepare.prepare_data(recipe, known=known, longest=longest, quiet=quiet, **kinds)
     if (labelled or targets) and prepared.tokenizer.pad_token_id is None:
         # It fills the rows already. Decoders classify at the last token that is another one, and so do whoever opens
         # the model and pads by its tokenizer.

@@ -1,5 +1,6 @@
 """Formats of files, told from their first bytes, whatever their names say."""
 
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ LFS = Format("a Git LFS pointer", "The file itself has not been downloaded: get 
 GGUF = Format("a GGUF file", "It holds a model in the format of llama.cpp, which is not read here.")
 HTML = Format("an HTML page", "It may be what a server answered instead of the file: download it again.")
 _ARROW = Format("an Arrow file", "Name the directory that `save_to_disk` has written, or convert it to Parquet.")
+_OFFICE = Format("a document of Excel or another office program", "Save its table as CSV in UTF-8, and name that file.")
 
 # The longer of two that begin alike comes first.
 _SIGNATURES = {
@@ -35,6 +37,7 @@ _SIGNATURES = {
     b"\xfd7zXZ\x00": _packed("xz-compressed", "unxz < FILE > UNPACKED"),
     b"\x04\x22\x4d\x18": _packed("lz4-compressed", "lz4 -d < FILE > UNPACKED"),
     b"PK\x03\x04": _packed("a zip archive", "unzip FILE"),
+    b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1": _OFFICE,
     b"PK\x05\x06": _packed("an empty zip archive", "unzip FILE"),
     b"7z\xbc\xaf\x27\x1c": _packed("a 7z archive", "7z x FILE"),
     b"Rar!\x1a\x07": _packed("a RAR archive", "unrar x FILE"),
@@ -63,6 +66,8 @@ def format_of(path: Path) -> Format | None:
         OSError: If it cannot be read.
     """
     start = _start_of(path)
+    if start[:2] == b"PK" and re.search(rb"\[Content_Types\]|docProps/|_rels/|xl/|opendocument", start):
+        return _OFFICE
     for signature, found in _SIGNATURES.items():
         # A text may begin with letters that are a signature.
         if start.startswith(signature) and not (signature.isalnum() and _is_text(start)):

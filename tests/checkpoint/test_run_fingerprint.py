@@ -130,6 +130,7 @@ FREE: dict[str, Any] = {
     "checks.max_broken": 0.1,
     "checks.max_unsupervised": 0.9,
     "checks.max_too_long": 0.9,
+    "checks.max_left_out": 0.9,
     "checks.max_overlap": 0.9,
     "checks.min_supervised": 0.001,
     "checks.min_ended": 0.001,

@@ -188,6 +188,13 @@ def test_conflicts_between_sections_at_once() -> None:
             {"data": {"train": [{"sample": 3, "path": "x"}]}},
             "data.train.0: give exactly one of sample, path and hub",
         ),
+        ({"data": {"train": [{"sample": 3, "split": "test"}]}}, "`split` is of a source with path or hub; remove it"),
+        ({"data": {"train": [{"path": "x", "hub_config": "a"}]}}, "`hub_config` is of a source with hub; remove it"),
+        ({"data": {"train": [{"path": "x", "revision": "a"}]}}, "`revision` is of a source with hub; remove it"),
+        (
+            {"data": {"train": [{"path": "x", "label_field": "a"}]}},
+            "data.train.0.label_field: causal_lm reads no labels; remove it",
+        ),
         ({"data": {"train": [{"sample": 3, "txt_field": "x"}]}}, "did you mean 'text_field'?"),
         ({"model": {"name": "x", "config": {"model_type": "llama"}}}, "model: give `name`"),
         ({"model": {"config": {}}}, "`config` needs `model_type`"),

@@ -18,6 +18,7 @@ from finetune.cli import main
 from finetune.config import recipe_schema
 from finetune.config.recipe import dump_recipe, validate_recipe
 from finetune.data.chat.chat_templates import PLAIN
+from finetune.data.data_report import DataReport
 from finetune.data.prepare import PreparedData, prepare_data
 from finetune.data.rows.packed_rows import IGNORED, TokenRows
 from finetune.data.tokenization.memmap import MaskFile, pack_mask
@@ -278,11 +279,39 @@ def test_too_long(folder: Path, tmp_path: Path) -> None:
     )
     found = {}
     for too_long in ("drop", "cut_left", "cut_right"):
-        data = prepared(folder, [source], {"too_long": too_long}, sequence_length=100)
+        data = prepared(folder, [source], {"too_long": too_long}, sequence_length=100, checks={"max_left_out": 1.0})
         chat = data.report.train.chat
         found[too_long] = (chat.examples, chat.too_long, chat.cut, chat.answers_cut > 0)
         assert data.report.train.over_long == 0
     assert found == {"drop": (1, 2, 0, False), "cut_left": (2, 1, 1, False), "cut_right": (3, 0, 2, True)}
+
+
+@pytest.mark.parametrize(
+    ("too_long", "longest", "advice"),
+    [
+        ("drop", None, "raise data.sequence_length (100) or set chat.too_long=cut_left"),
+        ("drop", 200, "raise data.sequence_length (100, of 200 that the model takes) or set chat.too_long=cut_left"),
+        ("drop", 100, "set chat.too_long=cut_left"),
+        ("cut_left", 100, "set chat.too_long=cut_right"),
+    ],
+)
+def test_more_than_half_left_out_is_refused(
+    folder: Path, tmp_path: Path, too_long: str, longest: int | None, advice: str
+) -> None:
+    """With what to write, which the model can take."""
+    long = [("user", "what"), ("assistant", "the answer " * 200)]
+    sources = [written(tmp_path / "a.jsonl", [*pairs(3), *[long] * 4])]
+
+    def report(**keys: Any) -> DataReport:
+        made = recipe(folder, sources, {"too_long": too_long}, sequence_length=100, **keys)
+        return prepare_data(made, longest=lambda: longest, quiet=True).report
+
+    with pytest.raises(DataError) as caught:
+        report()
+    said = "train: 4 of 7 conversations would be left out (documents that are too long 4): "
+    assert f"{said}{advice}, and checks.max_left_out is 0.5." in str(caught.value)
+    lines = report(checks={"max_left_out": 0.6}).start_lines()
+    assert f"57% of the data left out as too long: {advice}" in lines
 
 
 @pytest.mark.parametrize(

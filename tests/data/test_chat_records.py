@@ -545,6 +545,14 @@ def test_a_template_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pyte
     reader.chat_template = None
 
 
+@pytest.mark.parametrize("tokens_of", [prompts.text_tokens, prompts.source_tokens, prompts.turn_tokens])
+def test_half_a_character_in_a_prompt_is_refused(tokens_of: Callable[..., Any]) -> None:
+    reader = tokenizer()
+    reader.chat_template = CHATML
+    with pytest.raises(DataError, match=r"sample.prompt, or --prompt: the prompt holds half a character"):
+        tokens_of(reader, "a \ud83d", *([{}] if tokens_of is prompts.turn_tokens else []))
+
+
 def test_a_template_whose_memory_grows_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounded_work, "MAX_BYTES", 1 << 28)
     growing = "{% set ns = namespace(x='ab') %}{% for a in range(32) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}"

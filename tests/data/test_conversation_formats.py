@@ -122,14 +122,35 @@ def test_tools_and_weights() -> None:
     assert found.messages[2] == {"role": "tool", "content": "5", "name": "add", "tool_call_id": "1"}
     assert found.weights == [0, 1, 1, 0]
     assert found.tools == [{"name": "add"}]
-    shared = [{"from": "human", "value": "2"}, {"from": "function_call", "value": "add(2)"}]
-    roles = [m["role"] for m in read({"conversations": [*shared, {"from": "observation", "value": "5"}]}).messages]
-    assert roles == ["user", "assistant", "tool"]
+    for name, value in ("function_call", call[0]["function"]), ("Function_Call", [call[0]["function"]]):
+        shared = [{"from": "human", "value": "2"}, {"from": name, "value": json.dumps(value)}]
+        found = read({"conversations": [*shared, {"from": "observation", "value": "5"}]})
+        assert found.messages[1] == {"role": "assistant", "tool_calls": call}
+        assert [message["role"] for message in found.messages] == ["user", "assistant", "tool"]
 
 
 def test_roles_of_ones_own() -> None:
     turns = [{"role": "customer", "content": "Hello"}, {"role": "agent", "content": "Hi"}]
     assert read({"messages": turns}, roles={"customer": "user", "agent": "assistant"}).messages == OPENED
+
+
+@pytest.mark.parametrize(
+    ("name", "role"),
+    [("Assistant", "assistant"), ("AI", "assistant"), ("USER", "user"), ("developer", "system"), ("ipython", "tool")],
+)
+def test_roles_of_other_dialects(name: str, role: str) -> None:
+    turns = [{"role": name, "content": "Hello"}, *OPENED]
+    assert read({"messages": turns}).messages[0] == {"role": role, "content": "Hello"}
+    assert read({"messages": turns}, roles={name: "user"}).messages[0]["role"] == "user"
+
+
+@pytest.mark.parametrize("answer", ["Hi", [*OPENED]])
+def test_preferences_are_named(answer: Any) -> None:
+    record = {"prompt": "Hello", "chosen": answer, "rejected": "No"}
+    for other in ({}, {"messages": OPENED}, {"instruction": "a", "output": "b"}):
+        assert "To learn the chosen answers alone, name them in the source's `fields`" in refusal({**record, **other})
+    fields = {"messages": "chosen"} if isinstance(answer, list) else {"user": "prompt", "assistant": "chosen"}
+    assert read(record, fields=fields).messages == OPENED
 
 
 def test_plain_text_is_a_document() -> None:
@@ -149,7 +170,9 @@ def test_the_first_record_decides() -> None:
     ("record", "keys", "says"),
     [
         ({"messages": [{"role": "narrator", "content": "x"}]}, {}, "turn 1: the role is 'narrator'; known are system,"),
-        ({"messages": [{"role": "narrator", "content": "x"}]}, {}, "chat.roles: {narrator: user}"),
+        ({"messages": [{"role": "narrator", "content": "x"}]}, {}, "chat.roles: {narrator: ROLE}, where"),
+        ({"conversations": [{"from": "function_call", "value": "add(2)"}]}, {}, "turn 1: 'value' is not valid JSON"),
+        ({"conversations": [{"from": "function_call", "value": "5"}]}, {}, "a function_call is an object with a name"),
         ({"messages": [{"role": None, "content": "x"}]}, {}, "has the fields role and content, got content."),
         ({"messages": [*OPENED[:1], {"role": "assistant", "content": " \n"}]}, {}, "turn 2: the answer is empty"),
         ({"prompt": "Hello", "completion": ""}, {}, "turn 2: the answer is empty"),

@@ -117,7 +117,7 @@ def test_csv(tmp_path: Path) -> None:
         writer.writerow(["x" * 300_000, "good"])
     documents = list(read_file(path, Fields("text", "label")))
     assert [d.text for d in documents[:-1]] == TEXTS
-    assert [d.label for d in documents] == [0, 1, 2, 3, "good"]
+    assert [d.label for d in documents] == ["0", "1", "2", "3", "good"]
 
 
 def test_parquet(tmp_path: Path) -> None:
@@ -153,6 +153,10 @@ def test_saved_data_sets(tmp_path: Path) -> None:
     assert [d.text for d in test.documents()] == [TEXTS[2]]
     with pytest.raises(DataError, match=r"no split 'dev'; its splits are test, train"):
         open_source(Source(path=str(tmp_path / "dict"), split="dev"), labelled=False)
+    with pytest.raises(DataError, match=r"holds the splits test, train, which would be read as one"):
+        open_source(Source(path=str(tmp_path / "dict")), labelled=False)
+    with pytest.raises(DataError, match=r"one has no split 'train'; nor any other"):
+        open_source(Source(path=str(tmp_path / "one"), split="train"), labelled=False)
     with pytest.raises(DataError, match="no field 'story'; the fields are text, label"):
         list(open_source(Source(path=str(tmp_path / "one"), text_field="story"), labelled=False).documents())
 
@@ -217,6 +221,44 @@ def test_a_directory_is_read_with_those_below_it(tmp_path: Path) -> None:
         list(opened("/b").documents())
 
 
+SPLITS = {
+    "data/train-00000-of-00002.parquet": "train",
+    "data/train-00001-of-00002.parquet": "train",
+    "data/test_sft-00000-of-00001-ab12.parquet": "test_sft",
+    "more/a_dev.jsonl": "validation",
+    "test/b.jsonl": "test",
+    "contest/latest-training.2.jsonl": "train",
+    "attested.jsonl": None,
+}
+
+
+@pytest.mark.parametrize("pattern", ["", "/**"])
+def test_a_split_of_a_folder_is_read_alone(tmp_path: Path, pattern: str) -> None:
+    for name in SPLITS:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        if name.endswith("parquet"):
+            pyarrow.parquet.write_table(pyarrow.table({"text": [name]}), tmp_path / name)
+        else:
+            write(tmp_path / name, json.dumps({"text": name}))
+
+    def opened(split: str | None, pattern: str = pattern) -> list[str]:
+        source = Source(path=f"{tmp_path}{pattern}", split=split)
+        return sorted(document.text for document in open_source(source, labelled=False).documents())
+
+    for split in {*SPLITS.values()} - {None}:
+        assert opened(split) == sorted(name for name, of in SPLITS.items() if of == split)
+    with pytest.raises(
+        DataError, match="holds the splits test, test_sft, train, validation, which would be read as one"
+    ):
+        opened(None)
+    with pytest.raises(DataError, match=r"no split 'dev'; its splits are test, test_sft, train, validation. Name one"):
+        opened("dev")
+    # A part that has one split alone needs no word.
+    assert opened(None, "/test/*") == ["test/b.jsonl"]
+    with pytest.raises(DataError, match=r"b.jsonl has no split 'train'; nor any other. Remove the source's `split`"):
+        opened("train", "/test/b.jsonl")
+
+
 def test_a_directory_without_data_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "notes.md", "# Notes")
     with pytest.raises(DataError, match="holds no file that can be read"):
@@ -241,6 +283,27 @@ def test_tsv(tmp_path: Path) -> None:
     assert texts(write(tmp_path / "b.tsv", "text\na, b\n")) == ["a, b"]
 
 
+QUOTATION = [('"He came," she said.', "0"), ("No.", "1"), ('"And went', "0"), ('away?" "Yes."', "1")]
+
+
+@pytest.mark.parametrize("name", ["a.tsv", "a.csv"])
+def test_a_quotation_over_rows_divided_by_tabs_swallows_none(tmp_path: Path, name: str) -> None:
+    """Most corpora in tables that tabs divide quote nothing; those that quote as CSV does are read as CSV."""
+    lines = "".join(f"{text}\t{label}\n" for text, label in [("text", "label"), *QUOTATION])
+    found = list(read_file(write(tmp_path / name, lines), Fields("text", "label")))
+    assert [(document.text, document.label) for document in found] == QUOTATION
+    with (tmp_path / name).open("w", newline="") as file:
+        csv.writer(file, delimiter="\t").writerows([("text", "label"), *QUOTATION, ("Two\nlines", "1")])
+    found = list(read_file(tmp_path / name, Fields("text", "label")))
+    assert [(document.text, document.label) for document in found] == [*QUOTATION, ("Two\nlines", "1")]
+    assert {document.issue for document in found} == {None}
+    # Where lines do not have all columns, what may be other rows is said.
+    write(tmp_path / name, 'text\tlabel\n"He came.\t0\nAnd\nshe said no"\t1\n"No."\t0\n')
+    first, second = read_file(tmp_path / name, Fields("text", "label"))
+    assert first.issue == ("swallowed", repr("He came.\t0\nAnd\nshe said no"))
+    assert second.issue is None
+
+
 @pytest.mark.parametrize(
     ("content", "says"),
     [
@@ -257,6 +320,19 @@ def test_an_error_proposes_columns(tmp_path: Path, content: str, says: str) -> N
     with pytest.raises(DataError) as caught:
         list(open_source(Source(path=str(path)), labelled=False, key="data.train.0").documents())
     assert str(caught.value).endswith(says)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("hf://datasets/org/set@main/data/*.parquet", "or name the hub's data set as `hub`: org/set."),
+        ("https://example.org/a.jsonl", r"is an address \(https\), .* Download it and name the file."),
+        ("s3://bucket/data/", r"is an address \(s3\), and `path` is a place on this machine"),
+    ],
+)
+def test_addresses_are_named(given: str, says: str) -> None:
+    with pytest.raises(DataError, match=says):
+        open_source(Source(path=given), labelled=False)
 
 
 def test_a_missing_hub_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,6 +396,10 @@ BROKEN = {
     "other delimiter": ("a.csv", "id;text\n1;a\n2;b;c\n", "line 3 has 3 columns and the header has 2 (divided by ';')"),
     "no header": ("a.csv", "Once upon a time,0\nTwice,1\n", "has no such line, put one there, such as `text`"),
     "column twice": ("a.csv", "text,id,text\na,1,b\n", "has the column 'text' more than once"),
+    "a word to Excel": ("a.csv", "sep=;\nid;text\n1;a\n", "line 1 is `sep=`, a word to Excel and no header. Remove"),
+    "no line at first": ("a.csv", "\ntext\na\n", "there is no field 'text'; the fields are none"),
+    "preferences": ("a.jsonl", '{"prompt": "a", "chosen": "b", "rejected": "c"}', "These are preferences (`chosen`"),
+    "spans": ("a.jsonl", '{"content": "a", "entities": [[0, 1, "X"]]}', "Spans of characters, as doccano"),
     "carriage returns": ("a.csv", "text\ra\rb\r", "its lines end in carriage returns alone"),
     "deep": ("a.jsonl", '{"text": ' + "[" * 100_000 + "]" * 100_000 + "}", "nested too deeply"),
     "deep list": ("a.json", "[" * 100_000 + "]" * 100_000, "nested too deeply"),
@@ -333,9 +413,9 @@ RECORDS = b'{"text": "one"}\n{"text": "two"}\n'
 
 def archive(kind: str) -> bytes:
     made = io.BytesIO()
-    if kind == "zip":
+    if kind in ("zip", "xlsx"):
         with zipfile.ZipFile(made, "w") as file:
-            file.writestr("a.jsonl", RECORDS)
+            file.writestr("a.jsonl" if kind == "zip" else "docProps/app.xml", RECORDS)
     elif kind == "tar":
         with tarfile.open(fileobj=made, mode="w") as tar:
             tar.addfile(tarfile.TarInfo("a.jsonl"), io.BytesIO())
@@ -371,6 +451,8 @@ STRANGE: dict[str, tuple[Callable[[], bytes], str, str]] = {
     "pickle": (lambda: pickle.dumps([{"text": "one"}]), "a Python pickle", "can run code"),
     "git-lfs": (lambda: POINTER, "a Git LFS pointer", "git lfs pull"),
     "html": (lambda: b"\n<!DOCTYPE html>\n<html>Log in</html>", "an HTML page", "download it again"),
+    "excel": (lambda: archive("xlsx"), "a document of Excel", "as CSV in UTF-8"),
+    "old excel": (lambda: b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1" + bytes(600), "a document of Excel", "as CSV in UTF-8"),
     "utf-16": (lambda: RECORDS.decode().encode("utf-16"), "text in UTF-16", "iconv -f UTF-16 -t UTF-8"),
     "utf-16-le": (lambda: RECORDS.decode().encode("utf-16-le"), "text in UTF-16", "iconv -f UTF-16LE"),
     "utf-16-be": (lambda: RECORDS.decode().encode("utf-16-be"), "text in UTF-16", "iconv -f UTF-16BE"),
@@ -465,6 +547,35 @@ def test_damage_anywhere_is_an_error_of_the_users(
     corpus = open_source(Source(path=str(path)), labelled=False, form=form)
     with contextlib.suppress(DataError):
         list(choose_texts(corpus, Rules(strip=True, lowercase=False, held_out=0.0, labelled=False)))
+
+
+HALF = "\ud83d"
+
+
+@pytest.mark.parametrize(
+    ("keys", "kinds", "record"),
+    [
+        ({}, {}, {"text": f"a {HALF}"}),
+        ({}, {"labelled": True}, {"text": "a", "label": f"b {HALF}"}),
+        ({"pair_field": "pair"}, {}, {"text": "a", "pair": HALF}),
+        ({"text_field": "words"}, {"labelled": True, "tagged": True}, {"words": ["a", HALF], "label": ["O", "O"]}),
+        ({"text_field": "words"}, {"labelled": True, "tagged": True}, {"words": ["a", "b"], "label": ["O", HALF]}),
+        ({}, {"form": True}, {"question": f"a {HALF}", "answer": "b"}),
+        ({}, {"form": True}, {"question": "a", "answer": "b", "tools": [{"name": HALF}]}),
+    ],
+)
+def test_half_a_character_is_refused_in_every_text(
+    tmp_path: Path, keys: dict[str, Any], kinds: dict[str, Any], record: dict[str, Any]
+) -> None:
+    form = (
+        RecordForm("auto", {}, {}, "text", strip=True, tolerance=Tolerance(lenient=True)) if "form" in kinds else None
+    )
+    kinds = {"labelled": False, **kinds, "form": form}
+    for name in ("a.jsonl", "a.json"):
+        line = json.dumps(record)
+        path = write(tmp_path / name, f"[{line}]" if name == "a.json" else line)
+        with pytest.raises(DataError, match=r"(line|item) 1: the (text|field '(pair|label)') holds half a character"):
+            list(open_source(Source(path=str(path), **keys), **kinds).documents())
 
 
 def test_labels_that_are_no_classes(tmp_path: Path) -> None:

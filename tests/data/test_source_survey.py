@@ -55,7 +55,7 @@ def test_what_records_are(record: Any, kind: Kind, keys: dict[str, Any], tmp_pat
 @pytest.mark.parametrize(
     ("record", "kind", "says"),
     [
-        ({"prompt": "a", "chosen": "b", "rejected": "c"}, None, "the fields are prompt, chosen, rejected"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, None, "These are preferences"),
         (
             {"text": "a"},
             "labelled",
@@ -74,6 +74,7 @@ def test_what_records_are(record: Any, kind: Kind, keys: dict[str, Any], tmp_pat
         ),
         ({"question": "a", "answer": ""}, None, "the answer is empty"),
         ({"prompt": "a", "chosen": [{}], "rejected": [{}]}, None, "These are preferences"),
+        ({"ask": "a", "reply": "b"}, None, "the fields are ask, reply"),
         ({"text": "a", "label": 0.5}, None, "a class is an integer or a text"),
     ],
 )
@@ -124,6 +125,24 @@ def test_large_data_gets_long_rows() -> None:
     assert size_recipe(300, [50], 4096, 2, packing="documents").row_length == 64
 
 
-def test_what_is_too_long_is_warned_of() -> None:
-    (warning,) = size_recipe(3000, [50] * 8 + [2000] * 2, 512, 2, packing="documents").warnings
-    assert "20% of the data is longer than a row and will be left out: raise data.sequence_length (now 512)" in warning
+@pytest.mark.parametrize(
+    ("given", "most", "says"),
+    [
+        ({}, 512, "(data.sequence_length 512) and will be left out: set chat.too_long=cut_left."),
+        ({}, 900, "left out: raise data.sequence_length as far as memory allows or set chat.too_long=cut_left."),
+        ({"chat": {"too_long": "cut_right"}}, 512, "and will be cut: the model takes no longer rows."),
+        ({"data": {"sequence_length": 256}}, 512, "(data.sequence_length 256) and will be left out: raise data.seq"),
+        ({"data": {"sequence_length": 2048}}, 4096, None),
+    ],
+)
+def test_what_is_too_long_is_warned_of(given: dict[str, Any], most: int, says: str | None) -> None:
+    """Nothing is advised that the model cannot take, and what the command sets is read."""
+    lengths = [50] * 8 + [2000] * 2
+    sizes = size_recipe(3000, lengths, 512, 2, packing="documents", most=most, given=given)
+    assert [says in warning for warning in sizes.warnings] == [True] if says else sizes.warnings == ()
+    assert sizes.row_length == given.get("data", {}).get("sequence_length", 512)
+
+
+def test_few_steps_are_no_news_where_the_length_is_given() -> None:
+    assert "raise length.epochs" in size_recipe(20, [50], 512, 2, packing="padded").warnings[0]
+    assert size_recipe(20, [50], 512, 2, packing="padded", given={"length": {"steps": 9}}).warnings == ()

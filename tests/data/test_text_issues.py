@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from finetune.config.recipe import validate_recipe
-from finetune.data.data_report import SplitReport
+from finetune.data.data_report import WORDS, SplitReport
 from finetune.data.prepare import prepare_data
 from finetune.data.sources.corpus import Chosen
 from finetune.data.text_issues import Issues
@@ -45,7 +45,12 @@ def report(
     }
     prepared = prepare_data(validate_recipe(tree), quiet=True).report
     assert prepared.train is not None
-    said = "\n".join(prepared.lines())
+    said, first = "\n".join(prepared.lines()), prepared.start_lines()[1:]
+    # What may spoil a model comes first, in full.
+    for finding in prepared.train.findings:
+        assert first.pop(0).startswith(
+            f"train: {finding.count} of {finding.of} {WORDS[finding.kind]}; the first: {finding.example}"
+        )
     for finding in prepared.train.findings:
         assert f"{finding.count} of {finding.of} " in said
         assert f"; the first: {finding.example}" in said
@@ -65,6 +70,17 @@ def fixed(folder: Path, *, end: bool) -> dict[str, str]:
     special = {"eos_token": "</s>"} if end else {}
     PreTrainedTokenizerFast(tokenizer_object=made, unk_token="[UNK]", **special).save_pretrained(str(folder / "words"))
     return {"name": str(folder / "words")}
+
+
+TABLE = 'text\tn\n"a\t1\nb\nc"\t2\n"d"\t3\n'
+
+
+def test_rows_that_a_table_has_swallowed_are_told(tmp_path: Path) -> None:
+    (tmp_path / "train.tsv").write_text(TABLE)
+    split = report(tmp_path, [], train=[{"path": str(tmp_path / "train.tsv")}])
+    (finding,) = split.findings
+    assert (finding.kind, finding.count, finding.of) == ("swallowed", 1, 2)
+    assert finding.example == f"{tmp_path}/train.tsv, line 2: 'a\\t1\\nb\\nc'"
 
 
 CASES: dict[str, tuple[str, str, str, str]] = {

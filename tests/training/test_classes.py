@@ -27,6 +27,7 @@ from transformers import (
 from finetune.cli import main
 from finetune.config.recipe import validate_recipe
 from finetune.config.recipe_schema import Recipe
+from finetune.data.class_labels import ClassList, KnownClasses
 from finetune.data.prepare import PreparedData, prepare_data
 from finetune.data.synthetic import story_generator
 from finetune.models.head_classes import head_classes
@@ -302,6 +303,52 @@ def test_a_data_sets_own_names_stay(tmp_path: Path, write: Callable[..., str]) -
     with pytest.raises(DataError, match="labels that no training document has: weather"):
         prepared(None, to_jsonl(tmp_path, ["weather"]), tmp_path, train=[{"path": source}])
     assert prepared(None, source, tmp_path, 5).label_names == (*names, "LABEL_4")
+
+
+@pytest.mark.parametrize(
+    ("labels", "names"),
+    [
+        (["00", "01", "02", "00"], ["00", "01", "02"]),
+        (["01", "1", "1"], ["1", "01"]),
+        (["10115", "00501", "10115"], ["10115", "00501"]),
+        (["1", "2", "2a"], ["1", "2", "2a"]),
+        (["٣", "²", "+1", "1"], ["1", "+1", "²", "٣"]),
+        ([-1, 0, 1, 0], ["-1", "0", "1"]),
+        ([1, 5, 3, 1], ["1", "3", "5"]),
+        ([*range(12)], [*map(str, range(12))]),
+        ([2, 0, 1], ["0", "1", "2"]),
+    ],
+    ids=str,
+)
+def test_one_file_in_every_format_gives_the_same_classes(tmp_path: Path, labels: list[Any], names: list[str]) -> None:
+    """An integer is the class of its digits, whether a format has integers or, as CSV, none; so is what is held out."""
+
+    def to_tsv(folder: Path, labels: list[Any]) -> str:
+        rows = [("text", "label"), *zip(TEXTS, labels, strict=False)]
+        (folder / "data.tsv").write_text("".join(f"{text}\t{label}\n" for text, label in rows))
+        return str(folder / "data.tsv")
+
+    def to_arrow(folder: Path, labels: list[Any]) -> str:
+        datasets.Dataset.from_dict({"text": TEXTS[: len(labels)], "label": labels}).save_to_disk(folder / "arrow")
+        return str(folder / "arrow")
+
+    # Each class often enough that some are held out.
+    labels = (labels * 40)[: len(TEXTS)]
+    found = []
+    for write in (to_jsonl, to_json, to_pandas, to_arrow, to_csv, to_tsv):
+        for kind in {type(labels[0]), str}:
+            source = write(tmp_path, [kind(label) for label in labels])
+            data = prepared(None, source, tmp_path / write.__name__)
+            parts = prepared(None, source, tmp_path, train=[{"path": source}], validation=[], validation_fraction=0.2)
+            found.append((data.label_names, numbers_of(data), numbers_of(parts)))
+    assert found[0][:2] == (tuple(names), [names.index(str(label)) for label in labels])
+    assert all(other == found[0] for other in found)
+    assert len(found[0][2]) == round(0.2 * len(TEXTS))
+    # A model that has learned them reads labels by these names, whatever the format.
+    known = [KnownClasses(tuple(names), "a model")]
+    for given in (labels[:1], [str(labels[0])]):
+        if names == [*map(str, range(len(names)))] or given != [1]:
+            assert ClassList.of(given, None, known).renumber(np.array([0]), given) == [names.index(str(labels[0]))]
 
 
 MISSING: dict[str, tuple[Callable[..., str], Any]] = {

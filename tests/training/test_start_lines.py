@@ -68,9 +68,15 @@ def test_few_steps_and_what_is_too_long_are_warned_of(tmp_path: Path) -> None:
     lines = first_lines(run_here(mlp(tmp_path / "own", length={"steps": None, "epochs": 1})))
     assert f"{'':10}only 25 steps: raise length.epochs, or lower batch.global_size" in lines
     data = {"sequence_length": 48, "long_documents": "drop"}
-    lines = first_lines(run_here(base(data=data, length={"steps": 1}, output={"dir": str(tmp_path / "lm")})))
+    checks = {"max_left_out": 1.0}
+    lines = first_lines(
+        run_here(base(data=data, checks=checks, length={"steps": 1}, output={"dir": str(tmp_path / "lm")}))
+    )
     (said,) = (line.strip() for line in lines if "raise" in line)
-    assert re.fullmatch(r"\d+% of the data left out as too long: raise data.sequence_length \(48\)", said)
+    assert re.fullmatch(
+        r"\d+% of the data left out as too long: raise data.sequence_length \(48, of \d+ that the model takes\) .*",
+        said,
+    )
 
 
 def test_adapters_and_custom_tasks_have_these_lines_too(tmp_path: Path) -> None:

@@ -289,6 +289,52 @@ def test_formats_give_the_same_rows(tmp_path: Path) -> None:
             assert torch.equal(values, batch[key]), name
 
 
+UD = """\
+# sent_id = 1
+# text = du vin
+1-2\tdu\t_\t_\t_\t_\t_\t_\t_\t_
+1\tde\tde\tADP\tP\t_\t3\tcase\t_\t_
+2\tle\tle\tDET\tD\t_\t3\tdet\t_\t_
+3\tvin rouge\tvin\tNOUN\tNC\t_\t0\troot\t_\t_
+3.1\teu\t_\tVERB\t_\t_\t_\t_\t_\t_
+
+"""
+
+
+@pytest.mark.parametrize(
+    ("content", "label", "expected"),
+    [
+        ("New York\tB-LOC\n10\u00a0000\tO\n\t\n", "x", [(["New York", "10\u00a0000"], ("B-LOC", "O"))]),
+        ("10\u00a0000 CD O\n  \n# NN O\n", "x", [(["10\u00a0000"], ("O",)), (["#"], ("O",))]),
+        ("# id 6c2c\tdomain=en\nAnna _ _ B-PER\n#1 _ _ O\n", "x", [(["Anna", "#1"], ("B-PER", "O"))]),
+        ("# sent_id = 1\nAnna NNP B-NP B-PER\n", "x", [(["Anna"], ("B-PER",))]),
+        ("# O\nAnna B-PER\n\n#tag O\n", "x", [(["#", "Anna"], ("O", "B-PER")), (["#tag"], ("O",))]),
+        (UD, "label", [(["de", "le", "vin rouge"], ("ADP", "DET", "NOUN"))]),
+        (UD, "deprel", [(["de", "le", "vin rouge"], ("case", "det", "root"))]),
+    ],
+)
+def test_columns_of_conll(tmp_path: Path, content: str, label: str, expected: Any) -> None:
+    for name in ("a.conll", "a.conllu"):
+        (tmp_path / name).write_text(content)
+        found = read_file(tmp_path / name, Fields("words", label, tagged=True))
+        assert [(json.loads(document.text), document.tags) for document in found] == expected
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("Anna NNP B-PER\nleft VBD\n", "line 2 has 2 columns, and the first 3"),
+        ("Anna\tNNP\tB-PER\nNew York B-LOC\n", "line 2 has a word and no tag"),
+        (UD.replace("3\tvin", "three"), "line 6 has 9 columns, and the first 10"),
+        (UD.replace("ADP", "_"), "line 4: the label in 'label' is missing"),
+    ],
+)
+def test_columns_of_conll_are_counted(tmp_path: Path, content: str, said: str) -> None:
+    (tmp_path / "a.conll").write_text(content)
+    with pytest.raises(DataError, match=said):
+        list(read_file(tmp_path / "a.conll", Fields("words", "label", tagged=True)))
+
+
 @pytest.mark.parametrize("shape", ["bert", "lora"])
 def test_tags_to_the_end(tmp_path: Path, shape: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Learned, resumed, evaluated, exported, opened by transformers alone, and predicted from every place."""
@@ -385,6 +431,11 @@ def test_a_trained_head_keeps_its_tags(tmp_path: Path) -> None:
             {"tokens": 3, "ner_tags": ["O"]},
             "line 2: the field 'tokens' holds a number, .* another field as `text_field`",
         ),
+        (
+            {"tokens": "Anna left", "ner_tags": [[0, 4, "PER"]]},
+            "'ner_tags' has 1 tags.* Spans of characters, as doccano",
+        ),
+        ({"tokens": "Anna", "ner_tags": [{"start": 0, "end": 4}]}, "'ner_tags' has 1 tags.* Spans of characters"),
         ({"tokens": ["a"], "ner_tags": "['O']"}, "line 2: the field 'ner_tags' holds a list that was written as text"),
         (
             {"tokens": ["a"], "tags": ["O"]},

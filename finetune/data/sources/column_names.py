@@ -11,6 +11,15 @@ _SYSTEM = ("system", "system_prompt")
 _TEXT = ("text", "content", "body", "document", "article", "sentence", "review", "comment", "message", "tweet")
 _WORDS = ("tokens", "words")
 _TAGS = ("ner_tags", "tags", "pos_tags", "labels", "chunk_tags", "upos")
+PREFERENCES = (
+    "These are preferences (`chosen` beside `rejected`), from which no task here learns. To learn the chosen answers "
+    "alone, name them in the source's `fields`: {user: prompt, assistant: chosen}, or {messages: chosen} where they "
+    "are lists of turns."
+)
+SPANS = (
+    "Spans of characters, as doccano and Label Studio write them, are not read: each word needs a tag of its own. "
+    "Export them as CoNLL, which both can, or write lists of words and tags."
+)
 _LABEL = ("label", "labels", "class", "category", "sentiment", "intent", "target")
 
 
@@ -41,6 +50,14 @@ def guess_word_fields(names: Iterable[str]) -> dict[str, str | None]:
     """Returns the columns that may hold words and their tags, by the keys of a source."""
     known = {name.strip().lower(): name for name in names}
     return {"text_field": _first(known, _WORDS), "label_field": _first(known, _TAGS)}
+
+
+def unread_kind(names: Iterable[str]) -> str:
+    """Returns what records with such fields are if no task reads them, and what to do; an empty text for others."""
+    known = {name.strip().lower() for name in names}
+    if {"chosen", "rejected"} <= known:
+        return PREFERENCES
+    return SPANS if known & {"entities", "spans", "annotations"} else ""
 
 
 def as_overrides(source: str, keys: Mapping[str, str]) -> str:

@@ -15,10 +15,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from finetune.data.sources.column_names import as_overrides, guess_chat_fields
+from finetune.data.sources.column_names import PREFERENCES, as_overrides, guess_chat_fields
 from finetune.utils.errors import DataError
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """Version of the reading of records; part of the cache's key."""
 
 AS_IT_IS = "record"
@@ -26,19 +26,22 @@ AS_IT_IS = "record"
 
 ROLES = {
     "system": "system",
+    "developer": "system",
     "user": "user",
     "human": "user",
     "assistant": "assistant",
     "gpt": "assistant",
     "chatgpt": "assistant",
     "bot": "assistant",
+    "ai": "assistant",
     "model": "assistant",
     "function_call": "assistant",
     "tool": "tool",
     "function": "tool",
     "observation": "tool",
+    "ipython": "tool",
 }
-"""Names of speakers, and their roles."""
+"""Names of speakers in small letters, and their roles."""
 
 # The first whose fields a source's first record has is the source's format.
 _FORMATS: tuple[tuple[str, dict[str, str]], ...] = (
@@ -64,7 +67,8 @@ _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 _VERDICTS = ("label", "kto_tag")
 # Given to templates by whoever renders them.
 _RESERVED = ("messages", "conversations", "tools", "chat_template", "add_generation_prompt", "continue_final_message")
-_ABSENT = object()
+ABSENT = object()
+"""What `find_value` returns where there is no value."""
 
 
 class InvalidConversation(DataError):
@@ -295,15 +299,26 @@ class RecordForm:
                     "record, or set the source's `format`.",
                 )
             name = turn[who]
-            if not isinstance(name, str) or name not in known:
+            role = known.get(name, known.get(name.lower())) if isinstance(name, str) else None
+            if role is None:
                 raise InvalidConversation(
                     "unknown role",
                     f"{place}: the role is '{name}'; known are {', '.join(known)}. Mend the record, or say whose role "
-                    f"it is: chat.roles: {{{name}: user}}.",
+                    f"it is: chat.roles: {{{name}: ROLE}}, where ROLE is system, user, assistant or tool.",
                 )
-            message = {"role": known[name], **self._more(turn, (who, what), place)}
+            if name.lower() == "function_call" and name not in self.roles and what in turn:
+                call = _parsed(turn[what], f"{place}: '{what}'")
+                functions = call if isinstance(call, list) else [call]
+                if not all(isinstance(function, Mapping) and "name" in function for function in functions):
+                    raise InvalidConversation(
+                        "tool calls",
+                        f"{place}: a function_call is an object with a name and arguments, or a list of them.",
+                    )
+                calls = [{"type": "function", "function": function} for function in functions]
+                turn = {**{key: value for key, value in turn.items() if key != what}, "tool_calls": calls}
+            message = {"role": role, **self._more(turn, (who, what), place)}
             if what in turn or "tool_calls" not in message:
-                message["content"] = _content(turn.get(what, _ABSENT), what, turn, place)
+                message["content"] = _content(turn.get(what, ABSENT), what, turn, place)
             messages.append(message)
             weights.append(_weight(turn, place, role=message["role"]))
         return messages, weights
@@ -335,7 +350,7 @@ class RecordForm:
         return value
 
     def _tools(self, record: Mapping[str, Any], where: str) -> list[Any] | None:
-        key = "tools" if find_value(record, self._path("tools")) is not _ABSENT else "functions"
+        key = "tools" if find_value(record, self._path("tools")) is not ABSENT else "functions"
         found = []
         for tool in self._json(record, key, list, where) or []:
             tool = _parsed(tool, f"{where}: a tool of '{self._path(key)}'")
@@ -359,7 +374,7 @@ class RecordForm:
 
     def _value(self, record: Mapping[str, Any], key: str, where: str) -> Any:
         value = find_value(record, self._path(key))
-        if value is not _ABSENT:
+        if value is not ABSENT:
             return value
         if key in _OPTIONAL and key not in self.fields:
             return None
@@ -377,7 +392,7 @@ def find_format(record: Mapping[str, Any]) -> str | None:
 
 
 def _has_fields(record: Mapping[str, Any], paths: Mapping[str, str]) -> bool:
-    return all(key in _OPTIONAL or find_value(record, path) is not _ABSENT for key, path in paths.items())
+    return all(key in _OPTIONAL or find_value(record, path) is not ABSENT for key, path in paths.items())
 
 
 def without_nulls(value: Any, where: str) -> Any:
@@ -441,7 +456,7 @@ def find_value(record: Any, path: str) -> Any:
         return find_value(record[head], rest)
     if isinstance(record, list) and head.isdecimal() and int(head) < len(record):
         return find_value(record[int(head)], rest) if rest else record[int(head)]
-    return _ABSENT
+    return ABSENT
 
 
 def _content(value: Any, key: str, turn: Mapping[str, Any], place: str) -> str:
@@ -449,7 +464,7 @@ def _content(value: Any, key: str, turn: Mapping[str, Any], place: str) -> str:
         return "".join(part["text"] for part in value)
     if isinstance(value, str):
         return value
-    if value is _ABSENT:
+    if value is ABSENT:
         raise InvalidConversation(
             "missing field", f"{place}: there is no field '{key}'; there are {', '.join(turn)}. A null counts as none."
         )

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from finetune.config.path_kinds import data_files_below, find_files
+from finetune.config.path_kinds import check_split, data_files_below, find_files
 from finetune.config.recipe_schema import Source
 from finetune.data.sources.conversation_formats import RecordForm
 from finetune.data.sources.readers import (
@@ -26,12 +26,13 @@ from finetune.data.sources.readers import (
     class_names,
     document_of,
     file_classes,
+    label_order,
     read_file,
     refuse_unreadable,
     require_fields,
     too_long,
 )
-from finetune.data.sources.streams import MAX_DOCUMENT_BYTES, Meter
+from finetune.data.sources.streams import MAX_DOCUMENT_BYTES, Meter, require_encodable
 from finetune.data.synthetic import story_generator
 from finetune.utils import json_files
 from finetune.utils.atomic_files import file_digest
@@ -79,10 +80,15 @@ class Corpus:
         """Reads from the start, in a fixed order.
 
         Raises:
-            DataError: If something in the source cannot be read.
+            DataError: If something in the source cannot be read, or a text holds half a character (a lone surrogate).
         """
         self.meter.done = 0
-        return itertools.islice(self._read(self.meter), self.source.limit)
+        for document in itertools.islice(self._read(self.meter), self.source.limit):
+            require_encodable(document.text, document.where, "text")
+            require_encodable(document.pair, document.where, f"field '{self.fields.pair}'")
+            for label in (document.label, *(document.tags or ())):
+                require_encodable(label, document.where, f"field '{self.fields.label}'")
+            yield document
 
 
 def open_source(
@@ -127,7 +133,7 @@ def open_source(
         return _open_sample(source, source.sample, fields)
     if source.path is None:
         return _open_hub(source, fields)
-    files = find_files(source.path)
+    files = find_files(source.path, source.split)
     if len(files) == 1 and files[0].is_dir():
         return _open_saved(source, files[0], fields)
     content = [[path.suffix.lower(), _hash_file(path)] for path in files]
@@ -160,18 +166,17 @@ def _open_saved(source: Source, folder: Path, fields: Fields) -> Corpus:
     """A directory that `save_to_disk` of a data set, or of a dict of splits, has written."""
     inner = folder
     if (folder / "dataset_dict.json").is_file():
-        inner = folder / source.split
-        splits = sorted(path.name for path in folder.iterdir() if path.is_dir())
-        if source.split not in splits:
-            raise DataError(
-                f"The data set {folder} has no split '{source.split}'; its splits are {', '.join(splits)}. "
-                "Name one of them as the source's `split`."
-            )
+        splits = [path.name for path in folder.iterdir() if path.is_dir()]
+        check_split(str(folder), source.split, splits)
+        inner = folder / (source.split or splits[0])
     if not (inner / "state.json").is_file():
         raise DataError(
             f"{folder} is a directory, but none that `datasets`' save_to_disk has written. Name files with a "
             f"glob instead, such as {folder}/*.jsonl."
         )
+    if inner == folder:
+        own = _read_saved(inner, "state.json", lambda state: state.get("_split"))
+        check_split(str(folder), source.split, [own] if own is not None else [])
     # What is hashed must be what is read, and lie within the directory.
     listed = _read_saved(inner, "state.json", lambda state: [str(file["filename"]) for file in state["_data_files"]])
     for name in listed:
@@ -210,14 +215,12 @@ def _open_hub(source: Source, fields: Fields) -> Corpus:
 
     from finetune.utils.compat.datasets_private import fingerprint
 
-    name = str(source.hub)
+    name, split = str(source.hub), source.split or "train"
     try:
-        dataset = datasets.load_dataset(
-            name, source.hub_config, revision=source.revision, split=source.split, streaming=False
-        )
+        dataset = datasets.load_dataset(name, source.hub_config, revision=source.revision, split=split, streaming=False)
     except Exception as error:  # The hub client raises errors of several HTTP libraries.
         raise DataError(
-            f"The data set '{name}' (configuration {source.hub_config or 'default'}, split '{source.split}') cannot be "
+            f"The data set '{name}' (configuration {source.hub_config or 'default'}, split '{split}') cannot be "
             f"had from the hub: {reason_of(error)}. Check its name and the network, or download it and give its files "
             "as `path`."
         ) from error
@@ -301,7 +304,7 @@ class Chosen(NamedTuple):
     """File and line, for error messages."""
     read: int
     """Bytes of the source's files up to its end, as far as these can be told."""
-    duplicate_key: str | None = None
+    issue: tuple[str, str] | None = None
     """See `Document`."""
     tags: tuple[int | str, ...] | None = None
     """See `Document`."""
@@ -316,8 +319,7 @@ def choose_texts(corpus: Corpus, rules: Rules, held_digests: npt.NDArray[np.uint
         held_digests: Of the texts that are held out, sorted; None where each document's own hash decides.
 
     Raises:
-        DataError: If a document cannot be read, is longer than can be tokenised, or holds half a character (a lone
-            surrogate).
+        DataError: If a document cannot be read, or is longer than can be tokenised.
     """
     whole, part = divmod(corpus.source.weight, 1.0)
     held_below, kept_below = int(rules.held_out * _RANGE), int(part * _RANGE)
@@ -328,13 +330,7 @@ def choose_texts(corpus: Corpus, rules: Rules, held_digests: npt.NDArray[np.uint
         if document.pair is not None:
             both = [text, _normalised(document.pair, rules)]
             text = json.dumps(both, ensure_ascii=False) if any(both) else ""
-        try:
-            data = text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise DataError(
-                f"{document.where}: the text holds half a character ({text[error.start]!r}, a lone surrogate), which "
-                "no encoding can represent. Mend or remove the document."
-            ) from error
+        data = text.encode("utf-8")
         if len(data) > MAX_DOCUMENT_BYTES:
             raise too_long(document.where, f"{len(data) / (1 << 20):,.0f} MiB")
         digest = xxhash.xxh3_64_intdigest(data)
@@ -347,7 +343,7 @@ def choose_texts(corpus: Corpus, rules: Rules, held_digests: npt.NDArray[np.uint
                 place = int(np.searchsorted(held_digests, np.uint64(digest)))
                 held_out = place < held_digests.size and int(held_digests[place]) == digest
             copies = 1 if held_out else copies
-            about = (document.where, corpus.meter.done, document.duplicate_key, document.tags)
+            about = (document.where, corpus.meter.done, document.issue, document.tags)
             yield Chosen(data, digest, held_out, copies, document.label, *about)
 
 
@@ -382,7 +378,7 @@ def held_out_digests(corpora: Sequence[Corpus], rules: Rules) -> npt.NDArray[np.
             if item.text and item.label is not None:
                 digests.append(item.digest)
                 codes.append(numbers.setdefault(item.label, len(numbers)))
-    ordered = sorted(numbers, key=lambda label: (isinstance(label, str), label))
+    ordered = sorted(numbers, key=label_order)
     ranks = np.empty(len(ordered), np.int64)
     ranks[[numbers[label] for label in ordered]] = np.arange(len(ordered))
     classes = ranks[np.array(codes, np.int64)]

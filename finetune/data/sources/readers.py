@@ -4,17 +4,20 @@ import csv
 import itertools
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from finetune.data.sources.column_names import (
+    SPANS,
     as_overrides,
     guess_chat_fields,
     guess_label_field,
     guess_text_field,
     guess_word_fields,
+    unread_kind,
 )
 from finetune.data.sources.conversation_formats import InvalidConversation, RecordForm, kind_of
 from finetune.data.sources.streams import MAX_DOCUMENT_BYTES, MAX_RECORD_BYTES, JsonReader, Meter, json_items, lines
@@ -23,12 +26,17 @@ from finetune.utils.errors import DataError
 from finetune.utils.file_formats import HTML, PARQUET, format_of, holds_text
 
 END_OF_TEXT = "<|endoftext|>"
+DUPLICATE_KEY, SWALLOWED = "duplicate_key", "swallowed"
+"""Kinds of issues that only a reader sees."""
 
 BATCH_ROWS = 1024
 """Rows of a table that are in memory at once."""
 _LARGEST_FP32 = 3.4028234e38
 _DELIMITERS = (",", ";", "\t", "|")
 _SNIFFED_ROWS = 20
+_QUOTED = re.compile('"(?:[^"]|"")*"')
+_CONLLU = ("id", "form", "lemma", "upos", "xpos", "feats", "head", "deprel", "deps", "misc")
+_CONLL_COMMENT = re.compile(r"#\s+\w+( id)? = ")
 _COMPRESSED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bzip2", ".xz": "xz", ".lz4": "lz4", ".zip": "zip"}
 
 
@@ -41,8 +49,8 @@ class Document(NamedTuple):
     """None where no label was asked for."""
     where: str
     """File and line, for error messages."""
-    duplicate_key: str | None = None
-    """A key that its record has more than once: the last value counts."""
+    issue: tuple[str, str] | None = None
+    """An issue that its reader has seen: its kind, and an example."""
     pair: str | None = None
     """The second of two texts."""
     tags: tuple[int | str, ...] | None = None
@@ -179,10 +187,12 @@ def _tagged_words(record: Mapping[str, Any], fields: Fields, where: str) -> Docu
     tags = None
     if fields.label is not None:
         listed = _listed(record[fields.label], "label_field", fields.label, where)
-        if len(listed) != len(words):
+        # The words of a text whose tags are a list may be none.
+        spans = isinstance(record[fields.text], str) and not isinstance(record[fields.label], str)
+        if len(listed) != len(words) or (spans and not all(isinstance(tag, int | str) for tag in listed)):
             raise DataError(
                 f"{where}: '{fields.text}' has {len(words):,} words and '{fields.label}' has {len(listed):,} tags. "
-                "Give each word one tag, or remove the record."
+                f"Give each word one tag, or remove the record. {SPANS if spans else ''}".rstrip()
             )
         tags = tuple(_class(tag, fields, where) for tag in listed)
     return Document(json.dumps(words, ensure_ascii=False) if words else "", None, where, tags=tags)
@@ -198,7 +208,7 @@ def _listed(value: Any, key: str, name: str, where: str) -> list[Any]:
             f"{where}: the field '{name}' holds {what}, and words and their tags are read from lists, or from texts "
             f"in which spaces divide them. Write it so, as JSON lines do, or name another field as `{key}`."
         )
-    return [int(part) if key == "label_field" and part.isascii() and part.isdigit() else part for part in value.split()]
+    return value.split()
 
 
 def _number(label: Any, fields: Fields, where: str) -> float:
@@ -238,6 +248,19 @@ def _class(label: Any, fields: Fields, where: str) -> int | str:
     if isinstance(label, str):
         return label
     return classes[label] if classes else int(label)
+
+
+def integer_of(label: int | str | float) -> int | None:
+    """Returns the integer that a label is, also as the text that `str` writes; None for any other, such as `01`."""
+    if isinstance(label, str) and re.fullmatch("0|-?[1-9][0-9]{0,17}", label, re.ASCII):
+        return int(label)
+    return label if isinstance(label, int) else None
+
+
+def label_order(label: int | str | float) -> tuple[bool, int | str]:
+    """Returns the key by which labels are sorted: integers by size, however they are written, and then texts."""
+    integer = integer_of(label)
+    return (True, str(label)) if integer is None else (False, integer)
 
 
 def class_names(features: Any, fields: Fields) -> tuple[str, ...]:
@@ -310,7 +333,7 @@ def require_fields(present: Iterable[str], fields: Fields, where: str) -> None:
                 advice += f", such as {as_overrides(fields.source, {key: guess})}"
             raise DataError(
                 f"{where}: there is no field '{field}'; the fields are {', '.join(map(str, names)) or 'none'}. "
-                f"{advice}{or_chat}."
+                f"{advice}{or_chat}. {unread_kind(names)}".rstrip()
             )
 
 
@@ -360,7 +383,7 @@ def _read_jsonl(path: Path, fields: Fields, meter: Meter) -> Iterator[Document]:
                 f"{where} is not valid JSON ({error}). A JSON-lines file holds one object a line; mend or remove the "
                 f"line.{' The file ends here, and may have been cut short.' if cut else ''}"
             ) from error
-        yield document_of(record, fields, where)._replace(duplicate_key=reader.duplicate_key)
+        yield document_of(record, fields, where)._replace(issue=_duplicate(reader))
 
 
 def _read_json(path: Path, fields: Fields, meter: Meter) -> Iterator[Document]:
@@ -384,15 +407,19 @@ def _read_json(path: Path, fields: Fields, meter: Meter) -> Iterator[Document]:
         return
     reader = JsonReader()
     for number, record in enumerate(json_items(path, meter, reader), start=1):
-        document = document_of(record, fields, f"{path}, item {number}")
-        yield document._replace(duplicate_key=reader.duplicate_key)
+        yield document_of(record, fields, f"{path}, item {number}")._replace(issue=_duplicate(reader))
+
+
+def _duplicate(reader: JsonReader) -> tuple[str, str] | None:
+    return None if reader.duplicate_key is None else (DUPLICATE_KEY, repr(reader.duplicate_key))
 
 
 def _read_csv(path: Path, fields: Fields, meter: Meter) -> Iterator[Document]:
     # Documents are longer than the module's own limit of 128 KiB a field; a quote that never closes must end.
     csv.field_size_limit(MAX_RECORD_BYTES)
     delimiter = "\t" if path.suffix.lower() == ".tsv" else _find_delimiter(path)
-    rows = csv.reader((line for _, line in lines(path, meter)), delimiter=delimiter, strict=True)
+    quote = None if delimiter == "\t" and _quotes_are_text(path) else '"'
+    rows = csv.reader((line for _, line in lines(path, meter)), delimiter=delimiter, strict=True, quotechar=quote)
     begins = 1  # the line of a record that may go on over several, which is where a quote opens that never closes
     try:
         header = next(rows, None)
@@ -412,12 +439,10 @@ def _read_csv(path: Path, fields: Fields, meter: Meter) -> Iterator[Document]:
                     f"{where} has {len(row)} columns and the header has {len(header)} (divided by {delimiter!r}). Mend "
                     f"the line, or put quotes around texts that contain {delimiter!r}."
                 )
-            record: dict[str, Any] = dict(zip(header, row, strict=True))
-            if fields.label is not None and not fields.tagged:
-                label = record[fields.label]
-                # CSV knows only text.
-                record[fields.label] = int(label) if label.isascii() and label.isdigit() else label
-            yield document_of(record, fields, where)
+            document = document_of(dict(zip(header, row, strict=True)), fields, where)
+            # In prose there are commas and semicolons.
+            swallowed = [cell for cell in row if "\n" in cell and delimiter in cell and delimiter in "\t|"]
+            yield document._replace(issue=(SWALLOWED, repr(swallowed[0][:80]))) if swallowed else document
     except csv.Error as error:
         reason = "its lines end in carriage returns alone" if "new-line character" in str(error) else str(error)
         advice, further = "Mend the line", f", in a record that goes on to line {rows.line_num}"
@@ -426,6 +451,21 @@ def _read_csv(path: Path, fields: Fields, meter: Meter) -> Iterator[Document]:
             advice, further = "Close it; a quote inside a quoted text is written twice", ""
         further = further if rows.line_num > begins else ""
         raise DataError(f"{path}, line {begins} is not valid CSV: {reason}{further}. {advice}.") from error
+
+
+def _quotes_are_text(path: Path) -> bool:
+    """Tells if quotes in a file that tabs divide are characters like others, as in most corpora of this kind.
+
+    They are if each line has all columns, and some column begins with a quote without being quoted as CSV quotes.
+    """
+    columns, stray = 0, False
+    for _, line in lines(path, Meter()):
+        if cells := line.rstrip("\r\n").split("\t") if line.strip("\r\n") else []:
+            columns = columns or len(cells)
+            if not 1 < columns == len(cells):
+                return False
+            stray = stray or any(cell.startswith('"') and not _QUOTED.fullmatch(cell) for cell in cells)
+    return stray
 
 
 def _find_delimiter(path: Path) -> str:
@@ -448,6 +488,8 @@ def _find_delimiter(path: Path) -> str:
 
 def _require_header(header: list[str], fields: Fields, path: Path) -> None:
     """Checks the first line of a CSV file."""
+    if header and header[0].lower().startswith("sep="):
+        raise DataError(f"{path}, line 1 is `{header[0]}`, a word to Excel and no header. Remove that line.")
     for name in fields.columns or header:
         if header.count(name) > 1:
             raise DataError(f"{path}: the header has the column '{name}' more than once. Name each column differently.")
@@ -461,32 +503,59 @@ def _require_header(header: list[str], fields: Fields, path: Path) -> None:
 
 
 def _read_conll(path: Path, fields: Fields, meter: Meter) -> Iterator[Document]:
-    """Sentences that blank lines end: a word in each line, and its tag, the last of the columns."""
+    """Sentences that blank lines end: a word in each line, and its tag, the last of the columns.
+
+    In CoNLL-U, which has its own ten columns, the tag is the one that `label_field` names, or `upos`.
+    """
     if not fields.tagged:
         raise DataError(
             f"{path} holds a word in each line, which is for tasks that tag words. Give a .txt, .jsonl, .json, "
             ".parquet or .csv file."
         )
-    first, words, tags = 1, list[str](), list[str]()
+    # Files are divided by tabs, so that words may have spaces, or by white space.
+    token_lines = (
+        line for _, line in lines(path, Meter()) if line.strip() and not line.startswith(("#", "-DOCSTART-"))
+    )
+    head = next(token_lines, "")
+    by_tabs = "\t" in head.strip()
+
+    def columns_of(line: str) -> list[str]:
+        if by_tabs:
+            return [column.strip(" ") for column in line.strip("\r\n").split("\t")]
+        return re.split("[ \t]+", line.strip(" \t\r\n"))
+
+    columns = columns_of(head)
+    word, tag, universal = 0, -1, len(columns) == len(_CONLLU) and re.match("[0-9]+([-.][0-9]+)?$", columns[0])
+    if universal:
+        word, tag = 1, _CONLLU.index(fields.label if fields.label in _CONLLU else "upos")
+    first, words, tags = 1, list[str](), list[str | None]()
 
     def sentence() -> Document:
         labels = {} if fields.label is None else {fields.label: tags}
         return document_of({**labels, fields.text: words}, fields, f"{path}, line {first}")
 
     for number, line in lines(path, meter):
-        columns = line.split()
-        if columns and columns[0] != "-DOCSTART-":
-            if len(columns) == 1 and fields.label is not None:
-                raise DataError(
-                    f"{path}, line {number} has a word and no tag. A line holds a word and, behind a space or tab, its "
-                    "tag in the last column; a blank line ends a sentence. Mend the line."
-                )
+        cells = columns_of(line)
+        if not line.strip() or line.startswith("-DOCSTART-"):
+            if words:
+                yield sentence()
+                words, tags = [], []
+        elif (
+            line.startswith("#")
+            and not words
+            and (("\t" in line.strip()) > by_tabs or len(cells) != len(columns) or _CONLL_COMMENT.match(line))
+        ):
+            continue  # a comment
+        elif (universal or fields.label is not None) and not 1 < len(cells) == len(columns):
+            has = f"{len(cells)} columns, and the first {len(columns)}" if len(cells) > 1 else "a word and no tag"
+            raise DataError(
+                f"{path}, line {number} has {has}. A line holds a word and, behind a space or tab, its tag in the last "
+                "column, and each as many columns; a blank line ends a sentence. Mend the line."
+            )
+        elif not universal or cells[0].isdecimal():  # else words that are one in writing, or that are not written
             first = first if words else number
-            words.append(columns[0])
-            tags.append(columns[-1])
-        elif words:
-            yield sentence()
-            words, tags = [], []
+            words.append(cells[word])
+            tags.append(None if universal and cells[tag] == "_" else cells[tag])
     if words:
         yield sentence()
 
@@ -523,4 +592,5 @@ _READERS: dict[str, Callable[[Path, Fields, Meter], Iterator[Document]]] = {
     ".csv": _read_csv,
     ".tsv": _read_csv,
     ".conll": _read_conll,
+    ".conllu": _read_conll,
 }

@@ -62,6 +62,22 @@ class JsonReader:
         return found
 
 
+def require_encodable(value: Any, where: str, what: str) -> None:
+    """Checks that a value can be tokenised and written, if it is a text.
+
+    Raises:
+        DataError: If it holds a lone surrogate.
+    """
+    if isinstance(value, str) and not value.isascii():
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise DataError(
+                f"{where}: the {what} holds half a character ({value[error.start]!r}, a lone surrogate), which no "
+                "encoding can represent. Mend or remove it."
+            ) from error
+
+
 def lines(path: Path, meter: Meter) -> Iterator[tuple[int, str]]:
     """Numbered lines, decoded one by one so that a bad byte is reported with its line.
 

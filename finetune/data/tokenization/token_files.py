@@ -23,7 +23,7 @@ from finetune.utils import json_files
 from finetune.utils.atomic_files import digest_of, write_json
 from finetune.utils.errors import DataError
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 TRAIN, HELD_OUT = "train", "held_out"
 SHARD_BYTES = 1 << 25
 """Text that a killed build tokenises again at most."""
