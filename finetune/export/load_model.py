@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoTokenizer
 from finetune.checkpoint.trusted_code import SHIPPED
 from finetune.config import path_kinds
 from finetune.config.recipe_schema import Recipe
-from finetune.data.tokenization.tokenizer import why_empty
+from finetune.data.tokenization.tokenizer import num_ids, why_damaged
 from finetune.export import find_weights, merge
 from finetune.models import lora_adapters, pretrained_files, prompts
 from finetune.models.heads import NEXT_TOKEN, Head
@@ -261,8 +261,8 @@ def _tokenizer(folder: str, trusted: bool) -> Any:
         found = AutoTokenizer.from_pretrained(folder, trust_remote_code=trusted)
     except (OSError, ValueError, KeyError, RecursionError) as error:
         raise CheckpointError(f"{folder} has no tokenizer that opens: {' '.join(str(error).split())[:300]}") from error
-    if empty := why_empty(found):
-        raise CheckpointError(f"The tokenizer of {folder} {empty}. Copy them from the model that it was made from.")
+    if damage := why_damaged(found):
+        raise CheckpointError(f"The tokenizer of {folder} {damage}. Copy them from the model that it was made from.")
     return found
 
 
@@ -270,6 +270,11 @@ def _ready(opened: LoadedModel) -> LoadedModel:
     network = opened.network.to("cuda" if torch.cuda.is_available() else "cpu").eval().requires_grad_(False)
     if (opened.task.labelled and not opened.task.tagged) or opened.task.paired:
         classification.set_padding(lora_adapters.config_of(network), opened.tokenizer)
+    if (size := num_ids(opened.tokenizer)) > (rows := lora_adapters.config_of(network).get_text_config().vocab_size):
+        raise CheckpointError(
+            f"The tokenizer of {opened.tokenizer_folder} numbers its tokens up to {size - 1}, but the model's "
+            f"vocabulary holds {rows}. Copy the tokenizer's files from the model that it was made from."
+        )
     inner = lora_adapters.transformer(network) if opened.writes_text else None
     if inner is not None:
         seen = causal_lm.sees_ahead(inner, opened.scores, opened.device).item()

@@ -14,7 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from finetune.config import path_kinds
 from finetune.config.recipe import hint
 from finetune.config.recipe_schema import ModelSection, Recipe, RopeScalingSection
-from finetune.data.tokenization.tokenizer import padding_id
+from finetune.data.tokenization.tokenizer import num_ids, padding_id
 from finetune.models import pretrained_files
 from finetune.models.heads import NEXT_TOKEN, Head
 from finetune.utils.compat.transformers_private import model_mapping
@@ -43,7 +43,7 @@ def resolve_model_config(
         RecipeError: If there is no such model, or it is too small for the tokenizer or the rows.
     """
     section = recipe.model
-    size = len(tokenizer) if tokenizer is not None else vocab_size
+    size = num_ids(tokenizer) if tokenizer is not None else vocab_size
     if section.config is not None:
         config = _config_from_recipe(section.config, size, recipe.data.sequence_length)
         if tokenizer is not None:
@@ -94,8 +94,8 @@ def resolve_model_config(
         )
     if size is not None and size > text.vocab_size:
         raise RecipeError(
-            f"The tokenizer has {size} pieces, but the model's vocabulary holds {text.vocab_size}. Use the model's own "
-            "tokenizer, or set vocab_size of model.config (or tokenizer.vocab_size) so that they fit."
+            f"The tokenizer numbers tokens up to {size - 1}, but the model's vocabulary holds {text.vocab_size}. Use "
+            "the model's own tokenizer, or set vocab_size of model.config (or tokenizer.vocab_size) so that they fit."
         )
     if num_labels is not None:
         config.num_labels = num_labels
