@@ -23,6 +23,7 @@ from finetune.tasks.task_lookup import built_in_task, named_task
 from finetune.utils import json_files
 from finetune.utils.compat.transformers_private import model_mapping
 from finetune.utils.errors import CheckpointError, RecipeError
+from finetune.utils.hub_access import require_model
 
 _NEITHER = "is no language model and no classifier of documents or words: it cannot be opened here."
 
@@ -190,6 +191,10 @@ def _load_adapter(place: Path, base: str | None, dtype: torch.dtype | str, trust
         raise CheckpointError(f"{place / 'adapter_config.json'} names no base. Name it with --base.")
     if (wrong := path_kinds.why_not(Path(name), "model")) is not None:
         raise CheckpointError(f"The adapter's base: {wrong}" if base is None else f"--base: {wrong}")
+    try:
+        require_model(name)
+    except RecipeError as error:
+        raise CheckpointError(f"The base of the adapter in {place}: {error} Name it with --base.") from error
     revision = facts.get("revision") if base is None else None
     config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trusted)
     if task.labelled:

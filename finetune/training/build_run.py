@@ -39,7 +39,7 @@ from finetune.models import (
 )
 from finetune.models.build_network import check_pretrained, init_weights, set_stop_tokens
 from finetune.models.forward_wrapper import ForwardWrapper, unwrap
-from finetune.models.pretrained_files import Weights
+from finetune.models.pretrained_files import Weights, files_beside
 from finetune.monitoring.flops import flops_per_target
 from finetune.monitoring.metrics import PhaseTimer, Reporter, warn
 from finetune.monitoring.nonfinite import NonFiniteGuard
@@ -157,6 +157,7 @@ def build_run(recipe: Recipe, *, quiet: bool = False) -> BuiltRun:
     reporter = _open_run(plan, backend, built, identity, resume, quiet)
     watch = RankWatch(recipe.guard, backend, directory.path, step=resume.step, warn=reporter.warn)
     adapter_keys = lora_adapters.adapter_keys(network) if recipe.lora is not None else None
+    beside = files_beside(recipe) if backend.is_main and inputs.task.head is not None else {}
     return BuiltRun(
         recipe=plan.recipe,
         backend=backend,
@@ -188,7 +189,7 @@ def build_run(recipe: Recipe, *, quiet: bool = False) -> BuiltRun:
             directory,
             reporter,
             Snapshot(backend, adapter_keys, built.infinite),
-            lambda folder: save_model.describe_model(network, inputs.data.tokenizer, folder),
+            lambda folder: save_model.describe_model(network, inputs.data.tokenizer, folder, beside),
             step=resume.step,
         ),
         results=resume.results,
@@ -199,6 +200,7 @@ def build_run(recipe: Recipe, *, quiet: bool = False) -> BuiltRun:
         profiler=profiler,
         flops_per_target=built.flops_per_target,
         weight_bytes=built.memory.frozen + built.memory.trained,
+        beside=beside,
     )
 
 
