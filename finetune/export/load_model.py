@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer
 
@@ -155,7 +156,7 @@ def load_model(
         model, lines = _load_plain(name, task, config, dtype, trust_remote_code)
         home = place if place.is_dir() else None
         return _ready(LoadedModel(model, task, _tokenizer(name, trust_remote_code), name, None, lines=lines, home=home))
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError, StrictDataclassError) as error:
         if isinstance(error, (CheckpointError, RecipeError)):
             raise
         raise CheckpointError(f"{name} cannot be opened: {' '.join(str(error).split())[:400]}") from error

@@ -43,6 +43,7 @@ from finetune.models.pretrained_files import Weights, files_beside
 from finetune.monitoring.flops import flops_per_target
 from finetune.monitoring.metrics import PhaseTimer, Reporter, warn
 from finetune.monitoring.nonfinite import NonFiniteGuard
+from finetune.monitoring.out_of_memory import explain_out_of_memory
 from finetune.monitoring.rank_watch import RankWatch
 from finetune.monitoring.shutdown import ShutdownHandler
 from finetune.monitoring.trackers import Trackers
@@ -144,7 +145,12 @@ def build_run(recipe: Recipe, *, quiet: bool = False) -> BuiltRun:
     inputs = _read_inputs(recipe, quiet)
     plan = _settle_plan(recipe, launch, inputs, quiet)
     backend = Backend.start(plan.recipe, plan.launch, plan.config, quiet=quiet)
-    built = _build_model(plan, backend)
+    try:
+        built = _build_model(plan, backend)
+    except (RuntimeError, MemoryError) as error:
+        if (full := explain_out_of_memory(error, building=True)) is not None:
+            raise full from error
+        raise
     network = unwrap(built.model)
     identity = {**inputs.identity, MICRO_SIZE: plan.recipe.batch.rows} if built.mixes_rows else inputs.identity
     directory, last = inputs.directory, inputs.length.num_steps
