@@ -24,10 +24,7 @@ from finetune.utils.exact import exact_product
 
 # The most layers, heads and experts, and the largest sizes, of which a network is built.
 _MOST_PARTS, _MOST_SIZE = 10_000, 1 << 30
-_SIZES = (
-    *("vocab_size", "hidden_size", "intermediate_size", "head_dim"),
-    *("num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
-)
+_SIZES = "vocab_size hidden_size intermediate_size head_dim num_hidden_layers num_attention_heads num_key_value_heads"
 
 
 def resolve_model_config(
@@ -122,9 +119,9 @@ def _check_sizes(text: PretrainedConfig, where: str) -> None:
         RecipeError: With the first of them.
     """
     counts = [name for name in text.to_dict() if re.search(r"(layer|head|expert|block)s?$", name)]
-    for name in (*_SIZES, *counts):
+    for name in (*_SIZES.split(), *counts):
         value, most = getattr(text, name, None), _MOST_PARTS if name in counts or "num_" in name else _MOST_SIZE
-        if type(value) is int and not (1 if name in _SIZES else -most) <= value <= most:
+        if type(value) is int and not (1 if name in _SIZES.split() else -most) <= value <= most:
             key = text.attribute_map.get(name, name)
             raise RecipeError(f"{where}: {key} is {value}, and networks are built with 1 to {most:,}. Correct it.")
     heads, shared = (getattr(text, f"num_{name}_heads", None) for name in ("attention", "key_value"))

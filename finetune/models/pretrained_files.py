@@ -1,5 +1,6 @@
 """The files of a pretrained model: where they lie, in which dtype, and whether they hold all of a network."""
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -10,10 +11,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.dynamic_module_utils import get_relative_imports
 from transformers.utils import cached_file
 
-from finetune.config.recipe_schema import ModelSection, Recipe
+from finetune.config.recipe_schema import ModelSection, Recipe, TokenizerSection
 from finetune.models.heads import Head
 from finetune.utils import json_files
 from finetune.utils.compat.transformers_private import tied_names, untie
@@ -31,6 +31,8 @@ _PROCESSORS = (
     *("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
     *("audio_tokenizer_config.json", _LEGACY_TEMPLATE),
 )
+# The module of a class in `auto_map` ("modeling_own.OwnModel"), or one that a module beside it imports.
+_MODULES = r'"(\w+)\.[A-Z]\w*"|(?m:^\s*from\s+\.(\w+)\s+import)'
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -217,27 +219,18 @@ def files_beside(recipe: Recipe) -> dict[str, bytes]:
     model, tokenizer = recipe.model, recipe.tokenizer
     found: dict[str, bytes] = {}
 
-    def read(file: str, name: str | None, revision: str | None) -> Path | None:
-        if name is not None and file not in found:
-            with suppress(OSError, ValueError):
-                path = Path(str(cached_file(name, file, revision=revision)))
-                found[file] = path.read_bytes()
-                return path
-        return None
+    def read(file: str, section: ModelSection | TokenizerSection) -> str:
+        with suppress(OSError, ValueError):
+            if section.name is not None:
+                found[file] = Path(str(cached_file(section.name, file, revision=section.revision))).read_bytes()
+        return found.get(file, b"").decode(errors="replace")
 
     for file in _VOCABULARIES if tokenizer.vocab_size is None else ():
-        read(file, tokenizer.name or model.name, tokenizer.revision if tokenizer.name else model.revision)
-    modules: list[str] = []
-    for file in ("config.json", *_PROCESSORS) if recipe.lora is None else _PROCESSORS:
-        path = read(file, model.name, model.revision)
-        if path is not None and model.trust_remote_code:
-            with suppress(ValueError):
-                classes = json_files.read(path).get("auto_map", {}).values()
-                names = [name for value in classes for name in ([value] if isinstance(value, str) else value)]
-                modules += [name.partition(".")[0] for name in names if name]
-    while modules:
-        path = read(f"{modules.pop()}.py", model.name, model.revision)
-        modules += [] if path is None else get_relative_imports(path)
+        read(file, tokenizer if tokenizer.name else model)
+    texts = [read(file, model) for file in (("config.json", *_PROCESSORS) if recipe.lora is None else _PROCESSORS)]
+    while texts and model.trust_remote_code:
+        files = {f"{''.join(names)}.py" for names in re.findall(_MODULES, texts.pop())}
+        texts += [read(file, model) for file in files - found.keys()]
     found.pop("config.json", None)
     return found
 
