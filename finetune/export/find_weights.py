@@ -101,10 +101,11 @@ def find_weights(
                 raise CheckpointError(f"{error}. Name another step with --step.") from error
             weights = store.local_folder(name) / "model"
         recipe, facts = load_recipe(run / "recipe.yaml"), _facts(run)
-        began = str((facts.get("base") or {}).get("name"))
-        if not Path(str(recipe.model.name)).is_dir() and os.path.isabs(began) and Path(began).is_dir():
+        began, name = Path(str((facts.get("base") or {}).get("name"))), recipe.model.name or "."
+        same = began.is_absolute() and began.is_dir() and began.match(os.path.normpath(name).lstrip("./") or "/")
+        if same and not Path(name).is_dir():
             # Where it was when the run began: the recipe's path counts from another working directory.
-            recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"name": began})})
+            recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"name": str(began)})})
         if not trusted:
             trusted_code.check_code(run, recipe, runs, weights)
         return WeightSource(run, weights, step, recipe, facts, trusted, stack.pop_all())

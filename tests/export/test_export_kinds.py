@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -297,6 +298,9 @@ def test_what_lies_beside_a_base_goes_along(
 ) -> None:
     """Trained from a relative path, opened from another working directory."""
     monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "transformers_modules"]:
+        monkeypatch.delitem(sys.modules, name)  # of another test, in another folder
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if not (Path(path) / "transformers_modules").is_dir()])
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     made(tmp_path / "base")
     monkeypatch.chdir(tmp_path)
