@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from finetune.config import path_kinds
 from finetune.config.recipe import hint
 from finetune.config.recipe_schema import Recipe
 from finetune.data.rows.row_order import RowOrder
@@ -99,7 +100,7 @@ def base_of(recipe: Recipe) -> dict[str, Any] | None:
         contents = {file.name: _digest(file, Path(recipe.data.cache_dir) / "digests") for file in files}
     except OSError as error:
         raise RecipeError(f"model.name: {folder} cannot be read: {error.strerror or error}.") from error
-    return {"name": section.name, "revision": None, "digest": digest_of(contents)}
+    return {"name": path_kinds.place_of_model(section.name), "revision": None, "digest": digest_of(contents)}
 
 
 def _digest(file: Path, cache: Path) -> str:

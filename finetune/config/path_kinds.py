@@ -122,6 +122,11 @@ def why_not(path: Path, wanted: Wanted) -> str | None:
     return f"{path} {_NAMES[kind]}, and no {wanted}. {advice}".rstrip()
 
 
+def place_of_model(name: str) -> str:
+    """Returns the name of a model as it is understood from everywhere: a folder's whole path, else the hub's name."""
+    return os.path.abspath(name) if os.path.isdir(name) else name
+
+
 def adapter_config(folder: Path) -> dict[str, Any]:
     """Returns the configuration of an adapter.
 

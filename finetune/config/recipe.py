@@ -78,18 +78,25 @@ class TaskTraits:
 
 
 class RecipeLoader(yaml.SafeLoader):
-    """Reads YAML as users expect it: `1e-4` is a number, and a key given twice is an error."""
+    """Reads YAML as users expect it: `1e-4` is a number, and a key given twice is an error.
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    `<<` gives a section the keys of another one that it does not have itself.
+    """
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
         seen: set[str | int] = set()
-        for key_node, _ in node.value:
+        # Once: what `<<` merges stands among the section's own keys afterwards.
+        for key_node, _ in () if hasattr(node, "flat") else node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, str | int):
                 raise yaml.MarkedYAMLError(None, None, f"key {key} is not a text", key_node.start_mark)
             if key in seen:
                 raise yaml.MarkedYAMLError(None, None, f"key '{key}' is given twice", key_node.start_mark)
             seen.add(key)
-        return super().construct_mapping(node, deep)
+        vars(node)["flat"] = True
+        super().flatten_mapping(node)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -246,6 +253,8 @@ def _checked(
         problems = list(dict.fromkeys(filter(None, map(_keyed_problem, found))))
         # A problem of the whole recipe names its key itself.
         return None, [(key or problem.partition(":")[0], problem) for key, problem in problems]
+    except ValueError as error:  # of Python, for a number of thousands of digits
+        return None, [("recipe", f"recipe: a value cannot be read: {error}")]
     return recipe, [(problem.partition(":")[0], problem) for problem in _conflicts(recipe, tasks)]
 
 

@@ -288,7 +288,7 @@ class DataSection(Section):
     validation_fraction: Annotated[Fraction, "share of the documents"] = 0.01
     """Fraction of the training documents that is held out if `validation` is empty. It is chosen by a hash of the
     document, so that a document never moves between the two."""
-    sequence_length: Annotated[int, Field(ge=2), "tokens"] = 1024
+    sequence_length: Annotated[int, Field(ge=2, le=2**24), "tokens"] = 1024
     """Tokens in a row (`T`)."""
     packing: Literal["wrapped", "documents", "padded"] = "documents"
     """`documents`: whole documents packed best-fit into rows, without attention between them; `wrapped`: one stream cut

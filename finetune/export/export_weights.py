@@ -27,7 +27,14 @@ from finetune.export.find_weights import WeightSource
 from finetune.models import lora_adapters, prompts
 from finetune.models.heads import Head
 from finetune.models.model_config import one_line
-from finetune.models.pretrained_files import added_modules, as_written, written_shapes
+from finetune.models.pretrained_files import (
+    added_modules,
+    as_written,
+    files_beside,
+    write_beside,
+    written_shapes,
+    written_ties,
+)
 from finetune.tasks.task import TaskData
 from finetune.tasks.task_lookup import find_task
 from finetune.utils.atomic_files import lock_file, remove_path, sync_files, sync_to_disk, write_json
@@ -123,6 +130,7 @@ def export_weights(
                 stops = (_write_adapter if kind == "adapter" else _write_merged)(job, staging, say)
                 if ready.tokenizer is not None:
                     ready.tokenizer.save_pretrained(staging)
+                write_beside(staging, files_beside(recipe) | files_beside(merge.opened_recipe(found, recipe)))
                 prompts.check_stop_tokens(staging, stops, ready.tokenizer)
             proof = _verify(job, staging)
             for line in proof:
@@ -182,7 +190,7 @@ def _write_merged(job: _Export, staging: Path, say: Say) -> list[int]:
         stops = _stops(job, generation, say)
         model.generation_config = prompts.stopping_at(generation, stops)
     infinite = {name for name, buffer in model.named_buffers() if bool(buffer.isinf().any())}
-    shapes, ties = written_shapes(model), dict(model.all_tied_weights_keys)
+    shapes, ties = written_shapes(model), written_ties(model)
     model.save_pretrained(staging, max_shard_size=job.shard_size)
     del model
     gc.collect()  # networks refer to themselves
@@ -209,7 +217,7 @@ def _write_adapter(job: _Export, staging: Path, say: Say) -> list[int]:
     tensors = merge.load_tensors(weights / merge.ADAPTER)
     save_file({name: tensor.float() for name, tensor in tensors.items()}, staging / merge.ADAPTER, {"format": "pt"})
     config = path_kinds.adapter_config(weights) | {"inference_mode": True, "revision": section.revision}
-    config["base_model_name_or_path"] = section.name
+    config["base_model_name_or_path"] = path_kinds.place_of_model(str(section.name))
     (staging / "adapter_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     stops: list[int] = []
     if job.head.next_token or job.head.encodes:

@@ -1,5 +1,6 @@
 """Finds what a run has saved: its recipe, `run.json`, and the weights of a step."""
 
+import os
 from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -99,10 +100,15 @@ def find_weights(
             except CheckpointError as error:
                 raise CheckpointError(f"{error}. Name another step with --step.") from error
             weights = store.local_folder(name) / "model"
-        recipe = load_recipe(run / "recipe.yaml")
+        recipe, facts = load_recipe(run / "recipe.yaml"), _facts(run)
+        began, name = Path(str((facts.get("base") or {}).get("name"))), recipe.model.name or "."
+        same = began.is_absolute() and began.is_dir() and began.match(os.path.normpath(name).lstrip("./") or "/")
+        if same and not Path(name).is_dir():
+            # Where it was when the run began: the recipe's path counts from another working directory.
+            recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"name": str(began)})})
         if not trusted:
             trusted_code.check_code(run, recipe, runs, weights)
-        return WeightSource(run, weights, step, recipe, _facts(run), trusted, stack.pop_all())
+        return WeightSource(run, weights, step, recipe, facts, trusted, stack.pop_all())
 
 
 def _locate(place: Path, step: int | None) -> tuple[Path, CheckpointStore, str | None]:

@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer
 
 from finetune.checkpoint.trusted_code import SHIPPED
 from finetune.config import path_kinds
 from finetune.config.recipe_schema import Recipe
-from finetune.data.tokenization.tokenizer import why_empty
+from finetune.data.tokenization.tokenizer import num_ids, why_damaged
 from finetune.export import find_weights, merge
 from finetune.models import lora_adapters, pretrained_files, prompts
 from finetune.models.heads import NEXT_TOKEN, Head
@@ -23,6 +24,7 @@ from finetune.tasks.task_lookup import built_in_task, named_task
 from finetune.utils import json_files
 from finetune.utils.compat.transformers_private import model_mapping
 from finetune.utils.errors import CheckpointError, RecipeError
+from finetune.utils.hub_access import require_model
 
 _NEITHER = "is no language model and no classifier of documents or words: it cannot be opened here."
 
@@ -154,7 +156,7 @@ def load_model(
         model, lines = _load_plain(name, task, config, dtype, trust_remote_code)
         home = place if place.is_dir() else None
         return _ready(LoadedModel(model, task, _tokenizer(name, trust_remote_code), name, None, lines=lines, home=home))
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError, StrictDataclassError) as error:
         if isinstance(error, (CheckpointError, RecipeError)):
             raise
         raise CheckpointError(f"{name} cannot be opened: {' '.join(str(error).split())[:400]}") from error
@@ -190,6 +192,10 @@ def _load_adapter(place: Path, base: str | None, dtype: torch.dtype | str, trust
         raise CheckpointError(f"{place / 'adapter_config.json'} names no base. Name it with --base.")
     if (wrong := path_kinds.why_not(Path(name), "model")) is not None:
         raise CheckpointError(f"The adapter's base: {wrong}" if base is None else f"--base: {wrong}")
+    try:
+        require_model(name)
+    except RecipeError as error:
+        raise CheckpointError(f"The base of the adapter in {place}: {error} Name it with --base.") from error
     revision = facts.get("revision") if base is None else None
     config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trusted)
     if task.labelled:
@@ -261,8 +267,8 @@ def _tokenizer(folder: str, trusted: bool) -> Any:
         found = AutoTokenizer.from_pretrained(folder, trust_remote_code=trusted)
     except (OSError, ValueError, KeyError, RecursionError) as error:
         raise CheckpointError(f"{folder} has no tokenizer that opens: {' '.join(str(error).split())[:300]}") from error
-    if empty := why_empty(found):
-        raise CheckpointError(f"The tokenizer of {folder} {empty}. Copy them from the model that it was made from.")
+    if damage := why_damaged(found):
+        raise CheckpointError(f"The tokenizer of {folder} {damage}. Copy them from the model that it was made from.")
     return found
 
 
@@ -270,6 +276,11 @@ def _ready(opened: LoadedModel) -> LoadedModel:
     network = opened.network.to("cuda" if torch.cuda.is_available() else "cpu").eval().requires_grad_(False)
     if (opened.task.labelled and not opened.task.tagged) or opened.task.paired:
         classification.set_padding(lora_adapters.config_of(network), opened.tokenizer)
+    if (size := num_ids(opened.tokenizer)) > (rows := lora_adapters.config_of(network).get_text_config().vocab_size):
+        raise CheckpointError(
+            f"The tokenizer of {opened.tokenizer_folder} numbers its tokens up to {size - 1}, but the model's "
+            f"vocabulary holds {rows}. Copy the tokenizer's files from the model that it was made from."
+        )
     inner = lora_adapters.transformer(network) if opened.writes_text else None
     if inner is not None:
         seen = causal_lm.sees_ahead(inner, opened.scores, opened.device).item()

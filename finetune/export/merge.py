@@ -21,6 +21,7 @@ from finetune.tasks.task import TaskData
 from finetune.tasks.task_lookup import BUILT_IN, head_of, task_config
 from finetune.utils.compat import transformers_private
 from finetune.utils.errors import CheckpointError, RecipeError
+from finetune.utils.hub_access import require_model
 
 ADAPTER = "adapter_model.safetensors"
 
@@ -63,9 +64,11 @@ def with_base(source: WeightSource, base: str | None) -> Recipe:
             f"{source.run / 'run.json'} does not say which base the run began with. Restore the file from a copy."
         )
     try:
+        require_model(recipe.model.name)
         found = base_of(recipe)
     except (OSError, ValueError) as error:
-        raise RecipeError(f"The base {recipe.model.name} cannot be read: {' '.join(str(error).split())}") from error
+        reason = " ".join(str(error).split())
+        raise RecipeError(f"The base of {source.run} cannot be read: {reason} Name it with --base.") from error
     assert found is not None
     # A folder of the hub's cache is named after the commit that it holds.
     if recorded["digest"] not in (found["digest"], Path(found["name"]).resolve().name):
@@ -90,7 +93,7 @@ def build_trained(
     head = source_head(source)
     network: nn.Module
     if recipe.lora is None:
-        recipe = _from_weights(source, recipe)
+        recipe = opened_recipe(source, recipe)
         try:
             network = build_base_model(recipe, resolve_model_config(recipe, head), head, dtype=dtype)
         except RecipeError as error:
@@ -142,7 +145,7 @@ def config_of(source: WeightSource, recipe: Recipe, ready: TaskData) -> Any:
     """Returns the configuration of the network that is written."""
     if recipe.lora is not None:
         return task_config(recipe, ready)
-    return resolve_model_config(_from_weights(source, recipe), source_head(source))
+    return resolve_model_config(opened_recipe(source, recipe), source_head(source))
 
 
 def base_folder(recipe: Recipe) -> Path | None:
@@ -153,7 +156,10 @@ def base_folder(recipe: Recipe) -> Path | None:
         return None
 
 
-def _from_weights(source: WeightSource, recipe: Recipe) -> Recipe:
+def opened_recipe(source: WeightSource, recipe: Recipe) -> Recipe:
+    """Returns a recipe with the model that holds what was trained: a run's weights, or with adapters its base."""
+    if recipe.lora is not None:
+        return recipe
     return _with_model(recipe, name=str(source.weights), revision=None, config=None)
 
 

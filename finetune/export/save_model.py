@@ -2,7 +2,7 @@
 
 import copy
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from finetune.distributed.backend import Backend
 from finetune.export.verify_export import INDEX, tensors_of, tensors_of_file
 from finetune.models.forward_wrapper import unwrap
 from finetune.models.lora_adapters import adapter_config, adapter_keys, transformer
-from finetune.models.pretrained_files import as_written, written_one_by_one
+from finetune.models.pretrained_files import as_written, write_beside, written_one_by_one
 from finetune.utils.atomic_files import remove_path, sync_files, write_json
 from finetune.utils.errors import CheckpointError
 
@@ -24,8 +24,11 @@ _FILE_BYTES = 5 * 10**9
 """Most that a file of weights takes, unless one tensor is larger."""
 
 
-def describe_model(network: nn.Module, tokenizer: Any | None, folder: Path) -> None:
+def describe_model(network: nn.Module, tokenizer: Any | None, folder: Path, beside: Mapping[str, bytes]) -> None:
     """Writes the files that belong beside a network's weights, so that `from_pretrained` opens the folder.
+
+    Args:
+        beside: Those of its base that neither network nor tokenizer writes.
 
     Raises:
         OSError: If the folder cannot be written.
@@ -42,6 +45,7 @@ def describe_model(network: nn.Module, tokenizer: Any | None, folder: Path) -> N
         inner.generation_config.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
+    write_beside(folder, beside)
 
 
 def save_model(
@@ -50,7 +54,7 @@ def save_model(
     skeleton: nn.Module | None,
     tokenizer: Any | None,
     directory: Path,
-    add_card: Callable[[Path], None] = lambda folder: None,
+    add_rest: Callable[[Path], None] = lambda folder: None,
 ) -> None:
     """Gathers the weights on rank 0 and writes them as safetensors with what belongs to them.
 
@@ -62,7 +66,7 @@ def save_model(
     Args:
         skeleton: The same network on the meta device, which knows what is written by which names. None for a network
             that is no Hugging Face model: its tensors are written under their own names.
-        add_card: Describes the model in the folder that it is given.
+        add_rest: Writes what belongs to the model, besides what network and tokenizer write, into a folder.
 
     Raises:
         CheckpointError: On every rank, if the folder cannot be written, or is not what was trained.
@@ -74,7 +78,7 @@ def save_model(
     if backend.is_main:
         tensors = ((name, tensor) for name, tensor in gathered if tensor is not None)
         try:
-            _write(network, tensors, skeleton, tokenizer, directory, add_card)
+            _write(network, tensors, skeleton, tokenizer, directory, add_rest)
         except CheckpointError as error:
             problem = str(error)  # an OSError too, but it has said what is wrong
         except (OSError, SafetensorError) as error:
@@ -94,7 +98,7 @@ def _write(
     skeleton: nn.Module | None,
     tokenizer: Any,
     directory: Path,
-    add_card: Callable[[Path], None],
+    add_rest: Callable[[Path], None],
 ) -> None:
     staging = directory.with_name(directory.name + ".staging")
     remove_path(staging)
@@ -103,7 +107,7 @@ def _write(
         keys = adapter_keys(network)
         named = {keys[name]: tensor for name, tensor in tensors}
         save_file(named, staging / "adapter_model.safetensors", metadata={"format": "pt"})
-        describe_model(network, None, staging)
+        describe_model(network, None, staging, {})
         check_written(staging, named)
     else:
         kept = network.state_dict().keys()
@@ -117,7 +121,7 @@ def _write(
             check_written(staging, own)
     if tokenizer is not None:
         tokenizer.save_pretrained(staging)
-    add_card(staging)
+    add_rest(staging)
     sync_files(staging)
     remove_path(directory)
     staging.rename(directory)

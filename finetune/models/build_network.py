@@ -27,7 +27,7 @@ from finetune.models.heads import Head
 from finetune.models.lora_adapters import transformer
 from finetune.models.model_config import one_line
 from finetune.utils.compat.transformers_private import from_config
-from finetune.utils.errors import RecipeError
+from finetune.utils.errors import FinetuneError, RecipeError
 
 
 def build_model(recipe: Recipe, config: PretrainedConfig, head: Head) -> nn.Module:
@@ -207,16 +207,22 @@ def _naming(key: str, problem: str) -> Iterator[None]:
         yield
     except RecipeError as error:
         raise RecipeError(f"{key}: {error}") from error
-    except (OSError, ValueError, ImportError) as error:
-        raise RecipeError(f"{key}: {problem}: {one_line(error)}.") from error
+    except (FinetuneError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # architectures refuse sizes and names in many ways
+        if "can't allocate memory" in str(error):
+            raise
+        reason = f"it does not know {error}" if isinstance(error, KeyError) else one_line(error)
+        raise RecipeError(f"{key}: {problem}: {reason}.") from error
 
 
 def build_meta_model(config: PretrainedConfig, head: Head, recipe: Recipe) -> nn.Module:
     """Returns the network on the meta device, with the recipe's adapters: to count, or to fill."""
     with torch.device("meta"):
-        network: Any = head.auto.from_config(
-            config, dtype=torch.float32, trust_remote_code=recipe.model.trust_remote_code
-        )
+        with _naming("model", f"no {recipe.task.name} network from this '{config.model_type}'"):
+            network: Any = head.auto.from_config(
+                config, dtype=torch.float32, trust_remote_code=recipe.model.trust_remote_code
+            )
         if head.encodes and recipe.model.name is not None:
             with suppress(OSError):  # a hub's model of which only the configuration is here
                 folder = pretrained_files.weights_folder(recipe.model.name, recipe.model.revision)

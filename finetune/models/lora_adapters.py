@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PreTrainedModel
 
+from finetune.config import path_kinds
 from finetune.config.recipe import hint
 from finetune.config.recipe_schema import LoraSection, ModelSection, Recipe
 from finetune.models.heads import Head
@@ -80,6 +81,8 @@ def attach(network: nn.Module, recipe: Recipe, head: Head | None = None) -> nn.M
         # Said of networks that have linear layers of both classes; peft then does what is right.
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set")
         adapted: nn.Module = get_peft_model(network, config)
+        if recipe.model.name is not None:
+            config.base_model_name_or_path = path_kinds.place_of_model(recipe.model.name)
     return adapted
 
 

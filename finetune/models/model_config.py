@@ -8,18 +8,23 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from finetune.config import path_kinds
 from finetune.config.recipe import hint
 from finetune.config.recipe_schema import ModelSection, Recipe, RopeScalingSection
-from finetune.data.tokenization.tokenizer import padding_id
+from finetune.data.tokenization.tokenizer import num_ids, padding_id
 from finetune.models import pretrained_files
 from finetune.models.heads import NEXT_TOKEN, Head
 from finetune.utils.compat.transformers_private import model_mapping
 from finetune.utils.errors import RecipeError
 from finetune.utils.exact import exact_product
+
+# The most layers, heads and experts, and the largest sizes, of which a network is built.
+_MOST_PARTS, _MOST_SIZE = 10_000, 1 << 30
+_SIZES = "vocab_size hidden_size intermediate_size head_dim num_hidden_layers num_attention_heads num_key_value_heads"
 
 
 def resolve_model_config(
@@ -40,10 +45,11 @@ def resolve_model_config(
         advice: What else to change where the network is an encoder-decoder and should not be.
 
     Raises:
-        RecipeError: If there is no such model, or it is too small for the tokenizer or the rows.
+        RecipeError: If there is no such model, no network has its sizes, or they are too small for the tokenizer or
+            the rows.
     """
     section = recipe.model
-    size = len(tokenizer) if tokenizer is not None else vocab_size
+    size = num_ids(tokenizer) if tokenizer is not None else vocab_size
     if section.config is not None:
         config = _config_from_recipe(section.config, size, recipe.data.sequence_length)
         if tokenizer is not None:
@@ -78,6 +84,7 @@ def resolve_model_config(
     if section.name is not None and not head.encodes:
         _untie_embeddings(config, section, head)
     text = config.get_text_config()
+    _check_sizes(text, "model.config" if section.config is not None else f"{section.name}, config.json")
     length, trained = recipe.data.sequence_length, longest_row(config)
     longest = trained
     if section.rope_scaling is not None:
@@ -94,8 +101,8 @@ def resolve_model_config(
         )
     if size is not None and size > text.vocab_size:
         raise RecipeError(
-            f"The tokenizer has {size} pieces, but the model's vocabulary holds {text.vocab_size}. Use the model's own "
-            "tokenizer, or set vocab_size of model.config (or tokenizer.vocab_size) so that they fit."
+            f"The tokenizer numbers tokens up to {size - 1}, but the model's vocabulary holds {text.vocab_size}. Use "
+            "the model's own tokenizer, or set vocab_size of model.config (or tokenizer.vocab_size) so that they fit."
         )
     if num_labels is not None:
         config.num_labels = num_labels
@@ -103,6 +110,26 @@ def resolve_model_config(
             config.id2label = dict(enumerate(label_names))
             config.label2id = {name: index for index, name in enumerate(label_names)}
     return config
+
+
+def _check_sizes(text: PretrainedConfig, where: str) -> None:
+    """Refuses sizes of which no network can be built, or only in hours.
+
+    Raises:
+        RecipeError: With the first of them.
+    """
+    counts = [name for name in text.to_dict() if re.search(r"(layer|head|expert|block)s?$", name)]
+    for name in (*_SIZES.split(), *counts):
+        value, most = getattr(text, name, None), _MOST_PARTS if name in counts or "num_" in name else _MOST_SIZE
+        if type(value) is int and not (1 if name in _SIZES.split() else -most) <= value <= most:
+            key = text.attribute_map.get(name, name)
+            raise RecipeError(f"{where}: {key} is {value}, and networks are built with 1 to {most:,}. Correct it.")
+    heads, shared = (getattr(text, f"num_{name}_heads", None) for name in ("attention", "key_value"))
+    if type(heads) is int and type(shared) is int and heads % shared:
+        raise RecipeError(
+            f"{where}: num_attention_heads {heads} is no multiple of num_key_value_heads {shared}, each of which "
+            "serves as many as the others. Correct one of them."
+        )
 
 
 def longest_row(config: PretrainedConfig) -> int | None:
@@ -233,7 +260,7 @@ def read_pretrained_config(section: ModelSection) -> PretrainedConfig:
         return AutoConfig.from_pretrained(
             section.name, revision=section.revision, trust_remote_code=section.trust_remote_code
         )
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         raise RecipeError(
             f"model.name: no model configuration at '{section.name}': {one_line(error)}. Name a directory with a "
             "config.json, or a model on the hub (which needs a network, or a copy in the local cache)."

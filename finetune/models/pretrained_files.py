@@ -1,7 +1,9 @@
 """The files of a pretrained model: where they lie, in which dtype, and whether they hold all of a network."""
 
+import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,8 +11,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.utils import cached_file
 
-from finetune.config.recipe_schema import ModelSection
+from finetune.config.recipe_schema import ModelSection, Recipe, TokenizerSection
 from finetune.models.heads import Head
 from finetune.utils import json_files
 from finetune.utils.compat.transformers_private import tied_names, untie
@@ -21,6 +24,15 @@ from finetune.utils.file_formats import format_of
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _ADAPTER = "adapter_config.json"
+# Vocabularies that tokenizer.json was made of, and what opens a processor of images and sound.
+_VOCABULARIES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "sentencepiece.model", "spm.model")
+_LEGACY_TEMPLATE = "chat_template.json"
+_PROCESSORS = (
+    *("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
+    *("audio_tokenizer_config.json", _LEGACY_TEMPLATE),
+)
+# The module of a class in `auto_map` ("modeling_own.OwnModel"), or one that a module beside it imports.
+_MODULES = r'"(\w+)\.[A-Z]\w*"|(?m:^\s*from\s+\.(\w+)\s+import)'
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -194,9 +206,46 @@ def weights_folder(name: str, revision: str | None) -> Path:
     """
     if Path(name).is_dir():
         return Path(name)
-    from transformers.utils import cached_file
-
     return Path(str(cached_file(name, "config.json", revision=revision))).parent
+
+
+def files_beside(recipe: Recipe) -> dict[str, bytes]:
+    """Returns the files beside a recipe's base, by name, that are needed to open it and that nothing here writes.
+
+    They are its processor's, the vocabulary that its tokenizer was made of, and the code that ships with it, if that is
+    trusted; an adapter leaves the network's code at its base. Those of a hub's model that are neither in the cache nor
+    in reach are left out.
+    """
+    model, tokenizer = recipe.model, recipe.tokenizer
+    found: dict[str, bytes] = {}
+
+    def read(file: str, section: ModelSection | TokenizerSection) -> str:
+        with suppress(OSError, ValueError):
+            if section.name is not None:
+                found[file] = Path(str(cached_file(section.name, file, revision=section.revision))).read_bytes()
+        return found.get(file, b"").decode(errors="replace")
+
+    for file in _VOCABULARIES if tokenizer.vocab_size is None else ():
+        read(file, tokenizer if tokenizer.name else model)
+    texts = [read(file, model) for file in (("config.json", *_PROCESSORS) if recipe.lora is None else _PROCESSORS)]
+    while texts and model.trust_remote_code:
+        files = {f"{''.join(names)}.py" for names in re.findall(_MODULES, texts.pop())}
+        texts += [read(file, model) for file in files - found.keys()]
+    found.pop("config.json", None)
+    return found
+
+
+def write_beside(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Writes what `files_beside` has returned into a folder with weights, except what is there already.
+
+    Raises:
+        OSError: If the folder cannot be written.
+    """
+    for name, content in files.items():
+        # A processor would take the older form of a chat template for the one that was trained.
+        written = (name, "chat_template.jinja") if name == _LEGACY_TEMPLATE else (name,)
+        if not any((folder / file).exists() for file in written):
+            (folder / name).write_bytes(content)
 
 
 def untied_tensors(folder: Path, config: PretrainedConfig, network_class: Any) -> tuple[str, str] | None:
@@ -261,6 +310,13 @@ def written_one_by_one(network: PreTrainedModel) -> bool:
     alone = (as_written(network, {name: t.to("meta")}) for name, t in network.state_dict().items())
     pairs, whole = [(name, tuple(t.shape)) for part in alone for name, t in part.items()], written_shapes(network)
     return len(pairs) == len(whole) and dict(pairs) == whole
+
+
+def written_ties(network: PreTrainedModel) -> dict[str, str]:
+    """Returns tied tensors by the names that `save_pretrained` writes: each, and the one that it is."""
+    ties, state = network.all_tied_weights_keys, network.state_dict()
+    alone = {name: as_written(network, {name: state[name].to("meta")}) for pair in ties.items() for name in pair}
+    return {next(iter(alone[name])): next(iter(alone[source])) for name, source in ties.items()}
 
 
 def written_shapes(network: PreTrainedModel) -> dict[str, tuple[int, ...]]:

@@ -9,8 +9,12 @@ from finetune.utils.errors import MemoryFullError
 from finetune.utils.platforms import peak_bytes
 
 
-def explain_out_of_memory(error: BaseException) -> MemoryFullError | None:
-    """An out-of-memory error as a paragraph: what was held, and what lowers it; None for any other error."""
+def explain_out_of_memory(error: BaseException, *, building: bool = False) -> MemoryFullError | None:
+    """An out-of-memory error as a paragraph: what was held, and what lowers it; None for any other error.
+
+    Args:
+        building: True if the network was being built.
+    """
     text = str(error)
     full = isinstance(error, torch.OutOfMemoryError | MemoryError) or (
         isinstance(error, RuntimeError) and ("can't allocate memory" in text or "out of memory" in text)
@@ -27,10 +31,15 @@ def explain_out_of_memory(error: BaseException) -> MemoryFullError | None:
         held, most = psutil.Process().memory_info().rss, peak_bytes()
         free, total = machine.available, machine.total
     gib = [f"{number / 2**30:.2f}" for number in (held, most, total, free)]
+    change = (
+        "The network itself does not fit: take a smaller one, pack its weights (model.quantization, with lora)"
+        if building
+        else "Lower batch.micro_size (the global batch stays), set model.gradient_checkpointing: true, lower "
+        "data.sequence_length, train adapters (lora)"
+    )
     rank, said = os.environ.get("RANK", "0"), " ".join(text.split())[:300]
     return MemoryFullError(
         f"Out of memory on rank {rank}: {said} Held by this process: {gib[0]} GiB, at most {gib[1]}; of the "
-        f"{place}'s {gib[2]} GiB {gib[3]} are free. Lower batch.micro_size (the global batch stays), set "
-        "model.gradient_checkpointing: true, lower data.sequence_length, train adapters (lora), or take a launch "
-        "file of accelerate_configs/ that shards or offloads more."
+        f"{place}'s {gib[2]} GiB {gib[3]} are free. {change}, or take a launch file of accelerate_configs/ that shards "
+        "or offloads more."
     )

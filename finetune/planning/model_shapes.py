@@ -11,7 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from finetune.config.recipe_schema import LoraSection, OptimSection, Recipe
-from finetune.data.tokenization.tokenizer import load_tokenizer
+from finetune.data.tokenization.tokenizer import load_tokenizer, num_ids
 from finetune.distributed.split_parameters import UNSPLIT, Splits
 from finetune.distributed.strategies.prediction import ParamSpec, ParamSpecs
 from finetune.distributed.tensor_facts import DTYPES, width_of
@@ -157,7 +157,7 @@ def with_vocabulary_size(recipe: Recipe) -> Recipe:
     config = recipe.model.config
     if recipe.tokenizer.name is None or config is None or "vocab_size" in config or head_of(recipe) is None:
         return recipe
-    config = {**config, "vocab_size": len(load_tokenizer(recipe))}
+    config = {**config, "vocab_size": num_ids(load_tokenizer(recipe))}
     return recipe.model_copy(update={"model": recipe.model.model_copy(update={"config": config})})
 
 

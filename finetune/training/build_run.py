@@ -39,10 +39,11 @@ from finetune.models import (
 )
 from finetune.models.build_network import check_pretrained, init_weights, set_stop_tokens
 from finetune.models.forward_wrapper import ForwardWrapper, unwrap
-from finetune.models.pretrained_files import Weights
+from finetune.models.pretrained_files import Weights, files_beside
 from finetune.monitoring.flops import flops_per_target
 from finetune.monitoring.metrics import PhaseTimer, Reporter, warn
 from finetune.monitoring.nonfinite import NonFiniteGuard
+from finetune.monitoring.out_of_memory import explain_out_of_memory
 from finetune.monitoring.rank_watch import RankWatch
 from finetune.monitoring.shutdown import ShutdownHandler
 from finetune.monitoring.trackers import Trackers
@@ -144,7 +145,12 @@ def build_run(recipe: Recipe, *, quiet: bool = False) -> BuiltRun:
     inputs = _read_inputs(recipe, quiet)
     plan = _settle_plan(recipe, launch, inputs, quiet)
     backend = Backend.start(plan.recipe, plan.launch, plan.config, quiet=quiet)
-    built = _build_model(plan, backend)
+    try:
+        built = _build_model(plan, backend)
+    except (RuntimeError, MemoryError) as error:
+        if (full := explain_out_of_memory(error, building=True)) is not None:
+            raise full from error
+        raise
     network = unwrap(built.model)
     identity = {**inputs.identity, MICRO_SIZE: plan.recipe.batch.rows} if built.mixes_rows else inputs.identity
     directory, last = inputs.directory, inputs.length.num_steps
@@ -157,6 +163,7 @@ def build_run(recipe: Recipe, *, quiet: bool = False) -> BuiltRun:
     reporter = _open_run(plan, backend, built, identity, resume, quiet)
     watch = RankWatch(recipe.guard, backend, directory.path, step=resume.step, warn=reporter.warn)
     adapter_keys = lora_adapters.adapter_keys(network) if recipe.lora is not None else None
+    beside = files_beside(recipe) if backend.is_main and inputs.task.head is not None else {}
     return BuiltRun(
         recipe=plan.recipe,
         backend=backend,
@@ -188,7 +195,7 @@ def build_run(recipe: Recipe, *, quiet: bool = False) -> BuiltRun:
             directory,
             reporter,
             Snapshot(backend, adapter_keys, built.infinite),
-            lambda folder: save_model.describe_model(network, inputs.data.tokenizer, folder),
+            lambda folder: save_model.describe_model(network, inputs.data.tokenizer, folder, beside),
             step=resume.step,
         ),
         results=resume.results,
@@ -199,6 +206,7 @@ def build_run(recipe: Recipe, *, quiet: bool = False) -> BuiltRun:
         profiler=profiler,
         flops_per_target=built.flops_per_target,
         weight_bytes=built.memory.frozen + built.memory.trained,
+        beside=beside,
     )
 
 

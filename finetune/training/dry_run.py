@@ -1,5 +1,6 @@
 """Checks a recipe against a launch before anything is read or started, and says what the run would do."""
 
+import copy
 import os
 from collections.abc import Mapping
 
@@ -10,6 +11,7 @@ from finetune.distributed.resolve_config import resolve_config
 from finetune.distributed.strategies.strategy import strategy_of
 from finetune.distributed.tensor_facts import width_of
 from finetune.models import float8, lora_adapters, split_layers
+from finetune.models.build_network import build_meta_model
 from finetune.models.forward_wrapper import ForwardWrapper
 from finetune.monitoring.alerts import check_alert
 from finetune.optim import lr_schedule
@@ -35,6 +37,11 @@ def check_recipe(recipe: Recipe, launch: Launch, env: Mapping[str, str] = os.env
     check_optimizer(recipe.optim, cut=launch.cuts_state, flat=launch.flattens)
     float8.check_fp8(recipe)
     check_alert(recipe.guard, env)
+    task = find_task(recipe)
+    if task.head is not None and task.build_config is not None:
+        # Before data is read: sizes of which there is no network.
+        plain = recipe.model_copy(update={"lora": None})
+        build_meta_model(copy.deepcopy(task.build_config(plain, None)), task.head, plain)
     return config
 
 

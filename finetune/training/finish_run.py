@@ -14,6 +14,7 @@ from finetune.config.recipe_schema import Event
 from finetune.export import merge, model_card, save_model
 from finetune.export.find_weights import WeightSource
 from finetune.models.forward_wrapper import unwrap
+from finetune.models.pretrained_files import write_beside
 from finetune.monitoring.alerts import send_alert
 from finetune.training.run import RECENT, BuiltRun
 from finetune.utils.errors import CheckpointError, DivergedError, FinetuneError
@@ -50,7 +51,8 @@ def save_final_model(run: BuiltRun) -> None:
     """Writes the trained network, in the format that transformers opens, into the run directory."""
     directory, recipe, build = run.directory, run.recipe, run.task.build_skeleton
 
-    def write_card(folder: Path) -> None:
+    def add_rest(folder: Path) -> None:
+        write_beside(folder, run.beside)
         facts = {**read_facts(directory.path), "results": run.results}
         source = WeightSource(directory.path, folder, run.state.step, recipe, facts)
         model_card.write_model_card(folder, source, "model", [], merge.base_folder(recipe), run.task.head)
@@ -58,7 +60,7 @@ def save_final_model(run: BuiltRun) -> None:
     path = directory.path / "model"
     with run.backend.loading(pretrained=False):
         skeleton = build(recipe, run.data) if build is not None else None
-        save_model.save_model(run.backend, run.model, skeleton, run.data.tokenizer, path, write_card)
+        save_model.save_model(run.backend, run.model, skeleton, run.data.tokenizer, path, add_rest)
     run.results["model"] = str(path)
     run.reporter.say(f"model written to {path}")
 

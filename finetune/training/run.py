@@ -1,6 +1,7 @@
 """`BuiltRun`: everything that the loop touches; the length of a run."""
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -171,3 +172,5 @@ class BuiltRun:
     """FLOPs of training a token."""
     weight_bytes: int
     """Bytes of weights on this rank before the first step."""
+    beside: Mapping[str, bytes]
+    """Files beside the base that go along with its weights, on rank 0."""

@@ -17,7 +17,7 @@ from finetune.utils.errors import RecipeError
 LIMIT_S = 5.0
 """Seconds to wait for an answer."""
 
-_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 def go_offline_if_unreachable() -> None:

@@ -6,6 +6,8 @@ import yaml
 
 # What a file may hold once its aliases are written out, if that is more than ten times what stands in it.
 _MOST_VALUES = 100_000
+# More than any configuration has; 10 MB would take half a minute.
+_MOST_CHARACTERS = 1_000_000
 
 
 class YamlProblem(ValueError):
@@ -30,6 +32,8 @@ def parse(text: str, loader: Any = yaml.SafeLoader) -> Any:
     Raises:
         YamlProblem: If it is not valid YAML, or too large; with the line.
     """
+    if len(text) > _MOST_CHARACTERS:
+        raise YamlProblem(f"it has {len(text):,} characters, and a configuration at most {_MOST_CHARACTERS:,}", None)
     try:
         reader = loader(text)
         try:
@@ -51,6 +55,10 @@ def parse(text: str, loader: Any = yaml.SafeLoader) -> Any:
         raise YamlProblem(f"the character {chr(error.character)!r} is not allowed", line) from error
     except RecursionError as error:
         raise YamlProblem("it is nested too deeply", None) from error
+    except YamlProblem:
+        raise
+    except ValueError as error:  # a date that there is not, a number of thousands of digits
+        raise YamlProblem(f"a value cannot be read: {error}", None) from error
 
 
 def _check_aliases(root: yaml.Node) -> None:

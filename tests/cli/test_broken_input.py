@@ -109,7 +109,7 @@ def test_fp16_on_cpu(place: Place) -> None:
 
 def test_tokenizer_larger_than_the_model(place: Place) -> None:
     recipe = place.recipe(model={"config": {**CONFIG, "vocab_size": 100}})
-    assert_refused(start(place, recipe), "512 pieces", "vocabulary holds 100", "vocab_size")
+    assert_refused(start(place, recipe), "tokens up to 511", "vocabulary holds 100", "vocab_size")
     assert not place.files()
 
 

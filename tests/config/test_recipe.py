@@ -173,6 +173,7 @@ def test_conflicts_between_sections_at_once() -> None:
         ({"output": {"dir": ""}}, "output.dir: "),
         ({"seed": -1}, "seed: "),
         ({"seed": 2**63}, "seed: "),
+        ({"data": {"sequence_length": 10**8}}, "data.sequence_length: input should be less than or equal to 16777216"),
         ({"precision": "bf1"}, "'auto', 'fp32', 'bf16' or 'fp16', got \"bf1\""),
         ({"precision": "x" * 500}, "x …"),
         (
@@ -259,6 +260,9 @@ MERGED_BOMB = "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i}\n  <<: [*a{i - 1}, *a{i
         pytest.param(BOMB, "its aliases repeat 43 values to 6.1e+09", id="alias bomb"),
         pytest.param(MERGED_BOMB, "its aliases repeat", id="bomb of merged keys"),
         pytest.param("[" * 3000, "nested too deeply", id="nested"),
+        pytest.param(f"seed: {'9' * 5000}", "a value cannot be read: Exceeds the limit", id="a number of 5,000 digits"),
+        ("seed: 2026-13-45", "a value cannot be read: month must be in 1..12"),
+        pytest.param("a: [x]\n" * 10**6, "it has 7,000,000 characters, and a configuration at most", id="7 MB"),
     ],
 )
 def test_file_that_is_no_recipe(tmp_path: Path, text: str, says: str) -> None:
@@ -266,6 +270,18 @@ def test_file_that_is_no_recipe(tmp_path: Path, text: str, says: str) -> None:
         load_recipe(written(tmp_path, text))
     assert "\n" not in str(caught.value)
     assert "<unicode string>" not in str(caught.value)
+
+
+def test_a_number_of_thousands_of_digits_from_python() -> None:
+    assert "a value cannot be read: Exceeds the limit" in refusal({"seed": 10**5000})
+
+
+def test_merged_keys_stand_behind_a_sections_own(tmp_path: Path) -> None:
+    text = yaml.safe_dump({key: value for key, value in WHOLE.items() if key != "data"}) + (
+        "data:\n  train: [{<<: &of {path: a.txt, weight: 2.0}, weight: 3.0}, {<<: *of, path: b.txt}]\n"
+    )
+    first, second = load_recipe(written(tmp_path, text)).data.train
+    assert (first.path, first.weight, second.path, second.weight) == ("a.txt", 3.0, "b.txt", 2.0)
 
 
 def test_problems_name_their_places(tmp_path: Path) -> None:

@@ -2,17 +2,20 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from exports import Trained, change, exported, logits_of, opened_here, train
+import transformers
+from exports import Trained, change, exported, logits_of, opened_here, train, tree_of
 from harness import Launcher
 from inside import run_here
 from recipes_for_tests import ARCHITECTURES, MODEL, base, stories
 from safetensors.torch import load_file
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -21,8 +24,9 @@ from transformers import (
 
 from finetune.config.recipe import validate_recipe
 from finetune.export import merge, verify_export
+from finetune.export.load_model import load_model
 from finetune.tasks.causal_lm import CAUSAL_LM
-from finetune.utils.errors import CheckpointError, RecipeError
+from finetune.utils.errors import CheckpointError, FinetuneError, RecipeError
 
 
 @pytest.fixture(autouse=True)
@@ -243,3 +247,83 @@ def test_what_fp16_cannot_hold_is_named(halved: Trained, tmp_path: Path, monkeyp
     with pytest.raises(CheckpointError, match=r"proj.weight holds .* NaN or infinite, as fp16 ends at 65,504"):
         exported(halved.directory, "merged-16bit", tmp_path)
     exported(halved.directory, "merged", tmp_path)
+
+
+# ---------------------------------------------------------------- what lies beside a base
+
+SPM = {"tokenizer.model": b"pieces"}
+PROCESSOR = {"processor_config.json": b'{"image_seq_length": 4}', "preprocessor_config.json": b'{"size": 28}'}
+
+
+def gemma3(folder: Path) -> Path:
+    """A multimodal base, whose tied head has other names in files, with its processor."""
+    text = {"vocab_size": 512, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 8}
+    text |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64, "pad_token_id": 0}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 28, "patch_size": 14}
+    config = AutoConfig.for_model("gemma3", text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(MODEL).save_pretrained(folder)
+    for name, content in (SPM | PROCESSOR).items():
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def own_code(folder: Path) -> Path:
+    """A base whose configuration and network are classes of its own, in files of which one imports the others."""
+    shutil.copytree(MODEL, folder)
+    config = json.loads((folder / "config.json").read_text())
+    classes = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "own", "auto_map": classes}))
+    for name, content in OWN_CODE.items():
+        (folder / name).write_bytes(content)
+    return folder
+
+
+OWN_CODE = {
+    "configuration_own.py": b"from transformers import LlamaConfig\n"
+    b"class OwnConfig(LlamaConfig):\n    model_type = 'own'\n",
+    "layers_own.py": b"from transformers import LlamaForCausalLM as Network\n",
+    "modeling_own.py": b"from .configuration_own import OwnConfig\nfrom .layers_own import Network\n"
+    b"class OwnForCausalLM(Network):\n    config_class = OwnConfig\n",
+}
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 2}])
+@pytest.mark.parametrize(
+    ("made", "beside", "code"), [(gemma3, SPM | PROCESSOR, {}), (own_code, {}, OWN_CODE)], ids=["gemma3", "own code"]
+)
+def test_what_lies_beside_a_base_goes_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: Any, beside: Any, code: Any, lora: Any
+) -> None:
+    """Trained from a relative path, opened from another working directory."""
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "transformers_modules"]:
+        monkeypatch.delitem(sys.modules, name)  # of another test, in another folder
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if not (Path(path) / "transformers_modules").is_dir()])
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    made(tmp_path / "base")
+    monkeypatch.chdir(tmp_path)
+    trusted = bool(code)
+    tree = tree_of(tmp_path, {"model": {"name": "./base", "trust_remote_code": trusted}, "lora": lora})
+    tree.pop("tokenizer", None)
+    run = run_here(tree).directory.resolve()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    merged, _ = exported(run / "checkpoints" / "step-00000002", "merged", tmp_path, trust_remote_code=trusted)
+    adapter = [] if lora is None else [exported(run, "adapter", tmp_path, trust_remote_code=trusted)[0]]
+    for folder in (run / "model", run / "checkpoints" / "step-00000003" / "model", merged, *adapter):
+        wanted = beside | (code if lora is None or folder == merged else {})
+        assert {name: (folder / name).read_bytes() for name in wanted} == wanted
+        assert load_model(str(folder), trust_remote_code=trusted).writes_text
+
+
+def test_a_base_that_is_no_longer_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(MODEL, tmp_path / "base")
+    monkeypatch.chdir(tmp_path)
+    run = run_here(tree_of(tmp_path, {"model": {"name": "./base"}, "lora": {"rank": 2}})).directory
+    (tmp_path / "base").rename(tmp_path / "moved")
+    for place in (run, run / "model"):
+        with pytest.raises(FinetuneError, match=r"no folder \S*/base, and models .* Name it with --base\."):
+            load_model(str(place))
+        assert load_model(str(place), base="./moved").writes_text

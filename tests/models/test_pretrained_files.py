@@ -29,12 +29,14 @@ from finetune.cli import main
 from finetune.cli.new_project import Project, make_recipe
 from finetune.config.recipe import validate_recipe
 from finetune.config.recipe_schema import Recipe
+from finetune.data.tokenization.tokenizer import load_tokenizer
 from finetune.diagnostics.parity.launch_runs import small_sizes
 from finetune.export.load_model import load_model
 from finetune.models import lora_adapters, pretrained_files
 from finetune.models.build_network import build_model, check_pretrained
 from finetune.models.heads import NEXT_TOKEN, Head
 from finetune.models.model_config import longest_row, resolve_model_config
+from finetune.planning.model_shapes import with_vocabulary_size
 from finetune.tasks.causal_lm import CAUSAL_LM
 from finetune.tasks.classification import HEAD
 from finetune.tasks.token_classification import HEAD as TOKEN_HEAD
@@ -574,3 +576,33 @@ def test_json_that_is_nested_too_deeply_is_refused(tmp_path: Path, name: str) ->
         recipe = recipe_of(folder)
         with pytest.raises(FinetuneError, match="nested too deeply"):
             check_pretrained(recipe, resolve_model_config(recipe), NEXT_TOKEN)
+
+
+@pytest.mark.parametrize(("number", "says"), [(600, "tokens up to 600, but the model's .* holds 512"), (10**9, "dam")])
+def test_a_tokenizer_needs_rows_up_to_its_largest_number(tmp_path: Path, number: int, says: str) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(MODEL, folder)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary[max(vocabulary, key=vocabulary.get)] = number
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+
+    recipe = recipe_of(folder)
+    with pytest.raises(FinetuneError, match=says):
+        resolve_model_config(recipe, tokenizer=load_tokenizer(recipe))
+    with pytest.raises(CheckpointError, match=f"The tokenizer of {folder} numbers .*{says}"):
+        load_model(str(folder))
+    if number == 600:
+        own = recipe_of(folder, model={"name": None, "config": {"model_type": "llama"}}, tokenizer=str(folder))
+        assert resolve_model_config(own, tokenizer=load_tokenizer(own)).vocab_size == 601
+        assert with_vocabulary_size(own).model.config == {"model_type": "llama", "vocab_size": 601}
+
+
+def test_a_token_for_images_needs_no_row(tmp_path: Path) -> None:
+    shutil.copytree(MODEL, tmp_path / "model")
+    image = {"extra_special_tokens": {"image_token": "<image>"}}
+    AutoTokenizer.from_pretrained(MODEL, **image).save_pretrained(tmp_path / "model")
+    tokenizer = load_tokenizer(recipe_of(tmp_path / "model"))
+    assert tokenizer.get_vocab()["<image>"] == 512
+    assert resolve_model_config(recipe_of(tmp_path / "model"), tokenizer=tokenizer).vocab_size == 512
+    load_model(str(tmp_path / "model"))

@@ -43,6 +43,8 @@ Mask = npt.NDArray[np.bool_]
 
 # Fewer beside the special ones can write no text.
 _LEAST_TOKENS = 2
+# No network has as many rows; written out as JSON, a larger number takes the tokenizers library gigabytes.
+_MOST_IDS = 1 << 24
 
 
 class Wrapping(NamedTuple):
@@ -87,22 +89,27 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
             "files (such as tokenizer.json) or a name on the hub; correct tokenizer.name, or set tokenizer.vocab_size "
             "to train one."
         ) from error
-    if empty := why_empty(found):
+    if damage := why_damaged(found):
         raise DataError(
-            f"The tokenizer '{name}' {empty}. Copy them, correct tokenizer.name, or set tokenizer.vocab_size to train "
+            f"The tokenizer '{name}' {damage}. Copy them, correct tokenizer.name, or set tokenizer.vocab_size to train "
             "one."
         )
     return found
 
 
-def why_empty(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Returns what is wrong with a tokenizer that knows no text; None for others.
+def why_damaged(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Returns what is wrong with a tokenizer that knows no text, or numbers that no network has; None for others.
 
     Where there are no files of one, transformers makes it by the model's type: all text would be one unknown token.
     """
+    vocabulary = tokenizer.get_vocab()
     # Beside special tokens some have a blank.
-    if len(tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens)) >= _LEAST_TOKENS:
-        return None
+    if len(vocabulary.keys() - set(tokenizer.all_special_tokens)) >= _LEAST_TOKENS:
+        if (size := num_ids(tokenizer)) <= _MOST_IDS:
+            return None
+        return (
+            f"numbers {len(vocabulary):,} tokens up to {size - 1:,}: its files (tokenizer.json or others) are damaged"
+        )
     special = ", ".join(tokenizer.all_special_tokens[:3])
     return f"knows no text, only tokens such as {special}: its files (tokenizer.json, vocab.txt or others) are absent"
 
@@ -158,8 +165,13 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int) -> PreTrainedTokenize
 
 
 def num_ids(tokenizer: PreTrainedTokenizerBase) -> int:
-    """One more than the largest token number; gaps in the vocabulary count."""
-    return max(max(tokenizer.get_vocab().values(), default=0) + 1, len(tokenizer))
+    """Returns the rows that a network needs for a tokenizer: one more than the largest number, whatever lies between.
+
+    A token that stands for an image, a film or a sound needs none, as no text gives it: the one of Gemma 3 lies beyond
+    the rows of its smallest networks.
+    """
+    media = {getattr(tokenizer, f"{medium}_token", None) for medium in ("image", "video", "audio")}
+    return max((number for token, number in tokenizer.get_vocab().items() if token not in media), default=0) + 1
 
 
 def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
