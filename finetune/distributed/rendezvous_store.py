@@ -11,13 +11,16 @@ import torch
 
 from finetune.distributed.launch import machine_facts
 from finetune.distributed.launch.machine_facts import MachineFacts
-from finetune.distributed.rendezvous_names import TRIAL, attempt_name
+from finetune.distributed.rendezvous_names import TRIAL, attempt_name, machine_name, rank_name
 from finetune.utils import errors, orphan_watch
 
 _numbers = itertools.count()
 
 _hosted: list[Any] = []
 """The store that this process hosts, kept to its end: ranks that are ahead may ask it for the process group already."""
+
+# Places, and names of each, that a message lists.
+_SHOWN = 4
 
 _AGENT = "TORCHELASTIC_USE_AGENT_STORE"
 
@@ -124,6 +127,46 @@ def check_machines(recipe: Mapping[str, Any], patience: timedelta) -> None:
             raise errors.BackendError(f"The machines cannot train together, and nothing was trained. {' '.join(said)}")
 
     from_main(compare, patience)
+
+
+def check_inputs(inputs: dict[str, dict[str, Any]], patience: timedelta) -> dict[str, dict[str, Any]]:
+    """Refuses ranks that do not start from the same inputs; every rank must call it.
+
+    Args:
+        inputs: What must be the same, by names for messages. A section that a rank leaves out is compared between the
+            others: what is read once a machine.
+        patience: How long ranks wait for each other.
+
+    Returns:
+        Those of rank 0.
+
+    Raises:
+        BackendError: On every rank, with the ranks or machines that differ from rank 0, and in what.
+    """
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    notes = RendezvousStore(rank, world, patience)
+    notes.write(str(rank), [machine_name() if orphan_watch.on_several_machines() else rank_name(rank), inputs])
+
+    def compare() -> dict[str, dict[str, Any]]:
+        here, ours = notes.read("0")
+        apart: dict[str, dict[str, None]] = {}
+        for place, theirs in (notes.read(str(other)) for other in range(1, world)):
+            for section in (name for name in ours if name in theirs):
+                for name, _ in machine_facts.unequal(ours[section], theirs[section]):
+                    apart.setdefault(place, {})[name] = None
+        if apart:
+            found = [
+                f"{place} has other content than {here} in {', '.join([*names][:_SHOWN])}"
+                + f" and {len(names) - _SHOWN} more" * (len(names) > _SHOWN)
+                for place, names in apart.items()
+            ]
+            raise errors.BackendError(
+                f"The ranks do not start from the same inputs, and nothing was trained: {'; '.join(found[:_SHOWN])}. "
+                "Copy the same files to every machine, and let nothing change them while a run starts."
+            )
+        return dict(ours)
+
+    return dict(from_main(compare, patience))
 
 
 def environment_apart(name: str) -> dict[str, str]:

@@ -8,7 +8,6 @@ the main thread may wait in a collective for ever. What a rank does itself is to
 import faulthandler
 import itertools
 import os
-import socket
 import sys
 import threading
 import time
@@ -24,6 +23,7 @@ from typing import Any, Self
 from finetune.config.recipe_schema import GuardSection
 from finetune.distributed.backend import Backend
 from finetune.distributed.rank_notes import RankNotes
+from finetune.distributed.rendezvous_names import rank_name
 from finetune.monitoring.alerts import send_alert
 from finetune.monitoring.rank_progress import (
     CALLER,
@@ -36,7 +36,6 @@ from finetune.monitoring.rank_progress import (
     stall_text,
     straggler_line,
 )
-from finetune.utils import orphan_watch
 from finetune.utils.atomic_files import write_json
 from finetune.utils.compat import torch_private
 from finetune.utils.errors import FinetuneError
@@ -81,7 +80,7 @@ class RankWatch:
         # The host's thread spins while it waits for a GPU.
         self._knows_busy = backend.device.type == "cpu"
         self._name = f"watch-{next(_numbers)}"
-        self._place = _place(self._rank)
+        self._place = rank_name(self._rank)
         now = time.monotonic()
         self._at = (step, CALLER, 0, now)
         self._seconds: defaultdict[str, float] = defaultdict(float)
@@ -276,12 +275,6 @@ class RankWatch:
             last = Position(**{name: at[name] for name in at if name != "work"}) if at else None
             silent[f"rank {rank}" if last is None else last.place] = last
         return stall_text(list(answers.values()), silent, self._usual_s(), folder), min(answers)
-
-
-def _place(rank: int) -> str:
-    """Returns a rank's name for people."""
-    machine = f" on machine {os.environ.get('GROUP_RANK', '0')} ({socket.gethostname()})"
-    return f"rank {rank}{machine if orphan_watch.on_several_machines() else ''}"
 
 
 def _line_of(thread: threading.Thread) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 from finetune.checkpoint import integrity, resume_point
 from finetune.checkpoint.resume_point import ResumePoint
 from finetune.checkpoint.run_directory import RunDirectory
-from finetune.checkpoint.run_fingerprint import MICRO_SIZE, base_of, depends_on_micro_size, identity_of
+from finetune.checkpoint.run_fingerprint import MICRO_SIZE, base_files, base_of, depends_on_micro_size, identity_of
 from finetune.checkpoint.save_checkpoint import CheckpointManager
 from finetune.checkpoint.snapshot import Snapshot
 from finetune.config.recipe_schema import Recipe
@@ -59,6 +60,8 @@ from finetune.training.evaluate_run import sample_prompt
 from finetune.training.micro_batch_search import MicroBatchChoice
 from finetune.training.profiler import Profiler
 from finetune.training.run import BuiltRun, Length, TrainState, measure_length
+from finetune.utils import orphan_watch
+from finetune.utils.atomic_files import digest_of
 from finetune.utils.compat import torch_private
 from finetune.utils.compat.accelerate_private import unsplit_classes
 from finetune.utils.compat.library_versions import untested_versions
@@ -222,8 +225,20 @@ def _read_inputs(recipe: Recipe, quiet: bool) -> Inputs:
     weights = None
     if task.head is not None and task.build_config is not None:
         weights = check_pretrained(recipe, task.build_config(recipe, data), task.head)
-    # Rank 0 alone reads the base's files, which may be many gigabytes.
-    base = rendezvous_store.from_main(partial(base_of, recipe), _PATIENCE) if recipe.model.name is not None else None
+    inputs: dict[str, dict[str, Any]] = {
+        "data": {
+            **data.contents,
+            "the rows": [data.digest, num_rows, None if data.validation is None else len(data.validation)],
+            "the prompts": digest_of(list(map(asdict, prompts))),
+            "model.name": base_of(recipe, {}),
+        }
+    }
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        # One rank of each machine reads the base's files, which may be many gigabytes.
+        read = orphan_watch.on_several_machines() or Path(recipe.model.name or "hub").is_dir()
+        inputs["base"] = base_files(recipe) if read else {}
+    agreed = rendezvous_store.check_inputs(inputs, _PATIENCE)
+    base = base_of(recipe, agreed["base"])
     identity = identity_of(recipe, order, base)
     resume_point.compare_with_previous(recipe.resume.allow, directory, identity)
     return Inputs(task, directory, data, prompts, metrics, length, order, weights, base, identity)
