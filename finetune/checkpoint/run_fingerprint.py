@@ -5,7 +5,6 @@ unless the recipe allows them. Processes, sharding, logging and the number of st
 size of micro-batches, unless the network has dropout or batch norms.
 """
 
-import os
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -18,7 +17,7 @@ from finetune.config.recipe import hint
 from finetune.config.recipe_schema import ModelSection, Recipe
 from finetune.data.rows.row_order import RowOrder
 from finetune.utils import json_files
-from finetune.utils.atomic_files import digest_of, file_digest, write_json
+from finetune.utils.atomic_files import digest_of, file_digest, file_state, write_json
 from finetune.utils.compat import torch_private
 from finetune.utils.errors import RecipeError
 
@@ -124,31 +123,20 @@ def _base_folder(section: ModelSection) -> Path | None:
 
 
 def _digest(file: Path, cache: Path) -> str:
-    """Returns a file's digest, remembered from an earlier start if the file has not changed since.
-
-    Size and time of change can be as they were though the content is not (`rsync --times`, `touch -r`). The time of
-    the last change to the inode cannot be set, so it counts as well.
-    """
+    """Returns a file's digest, remembered from an earlier start if the file has not changed since."""
     kept = cache / f"{digest_of(str(file.resolve()))}.json"
-    before = _facts(file)
+    before = file_state(file)
     with suppress(OSError, ValueError, LookupError, TypeError):
         known = json_files.read(kept)
         if known["facts"] == before:
             return str(known["digest"])
     found = file_digest(file)
     settled = time.time_ns() - max(before[-2:]) > _SETTLED_NS
-    if settled and _facts(file) == before:
+    if settled and file_state(file) == before:
         with suppress(OSError):  # the next start reads the file again
             cache.mkdir(parents=True, exist_ok=True)
             write_json(kept, {"file": str(file), "facts": before, "digest": found})
     return found
-
-
-def _facts(file: Path) -> list[int]:
-    """Returns what tells a file from any other, and from itself once it has changed."""
-    with file.open("rb") as opened:  # network file systems look anew when a file is opened
-        facts = os.fstat(opened.fileno())
-    return [facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns]
 
 
 def _flatten(prefix: str, value: Any) -> dict[str, Any]:

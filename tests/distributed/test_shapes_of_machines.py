@@ -149,8 +149,8 @@ def test_machines_whose_copies_differ_train_nothing(machines: Machines, tmp_path
     for program in programs:
         assert program.wait() == 2, program.output
         assert PARAGRAPH.findall(program.output) == [
-            "Error: The ranks do not start from the same inputs, and nothing was trained: machine 1 (m1) has other content "
-            "than machine 0 (m0) in data.train.0, the tokenizer, the rows, model.safetensors. Copy the same files to "
-            "every machine, and let nothing change them while a run starts."
+            "Error: The ranks do not start from the same inputs, and nothing was trained: machine 1 (m1) has other "
+            "content than machine 0 (m0) in data.train.0, the tokenizer, the rows, model.safetensors. Copy the same "
+            "files to every machine, and let nothing change them while a run starts."
         ]
     assert not (tmp_path / "run" / "run.json").exists()
