@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -25,6 +26,7 @@ from finetune.distributed import device_selection, rendezvous_store
 from finetune.distributed.backend import Backend
 from finetune.distributed.held_memory import Memory
 from finetune.distributed.launch.launch_config import Launch, ResolvedConfig, read_launch
+from finetune.distributed.rank_notes import failures_told
 from finetune.distributed.resolve_config import resolve_config
 from finetune.distributed.split_parameters import UNSPLIT
 from finetune.distributed.strategies import sequence
@@ -44,6 +46,7 @@ from finetune.models.pretrained_files import Weights
 from finetune.monitoring.flops import flops_per_target
 from finetune.monitoring.metrics import PhaseTimer, Reporter, warn
 from finetune.monitoring.nonfinite import NonFiniteGuard
+from finetune.monitoring.rank_progress import START
 from finetune.monitoring.rank_watch import RankWatch
 from finetune.monitoring.shutdown import ShutdownHandler
 from finetune.monitoring.trackers import Trackers
@@ -133,6 +136,7 @@ class BuiltModel:
     """Buffers that hold infinities as the network was built, such as causal masks; any other is a fault."""
 
 
+@failures_told()
 def build_run(recipe: Recipe, *, quiet: bool = False) -> BuiltRun:
     """Builds a run: data, model and optimiser, prepared as the launch asks, verified, and resumed.
 
@@ -146,22 +150,36 @@ def build_run(recipe: Recipe, *, quiet: bool = False) -> BuiltRun:
     rendezvous_store.check_machines(recipe.model_dump(mode="json"), _PATIENCE)
     inputs = _read_inputs(recipe, quiet)
     plan = _settle_plan(recipe, launch, inputs, quiet)
-    backend = Backend.start(plan.recipe, plan.launch, plan.config, quiet=quiet)
+    rank = int(os.environ.get("RANK", "0"))
+    watch = RankWatch(recipe.guard, inputs.directory.path, rank=rank, world_size=launch.num_processes)
+    with ExitStack() as watched:
+        # It ends with the last step, or here over an error.
+        watched.enter_context(watch)
+        run = _build_watched(plan, watch, quiet)
+        watched.pop_all()
+    watch.begin(run.resume.step)
+    return run
+
+
+def _build_watched(plan: RunPlan, watch: RankWatch, quiet: bool) -> BuiltRun:
+    """Builds what processes have in common, from the start of their group on."""
+    recipe, inputs = plan.recipe, plan.inputs
+    backend = Backend.start(recipe, plan.launch, plan.config, quiet=quiet)
     built = _build_model(plan, backend)
     network = unwrap(built.model)
-    identity = {**inputs.identity, MICRO_SIZE: plan.recipe.batch.rows} if built.mixes_rows else inputs.identity
+    watch.mark(START)
+    identity = {**inputs.identity, MICRO_SIZE: recipe.batch.rows} if built.mixes_rows else inputs.identity
     directory, last = inputs.directory, inputs.length.num_steps
-    resume = resume_point.choose_resume_point(plan.recipe, directory, backend, identity, num_steps=last)
+    resume = resume_point.choose_resume_point(recipe, directory, backend, identity, num_steps=last)
     profiler = None
     if recipe.log.profile is not None and not resume.finished:
         folder = directory.path / "profile"
         profiler = Profiler(folder, backend.rank, first=resume.step, steps=recipe.log.profile, last=last)
     resume.restore(backend, network, built.optimizer)
     reporter = _open_run(plan, backend, built, identity, resume, quiet)
-    watch = RankWatch(recipe.guard, backend, directory.path, step=resume.step, warn=reporter.warn)
     adapter_keys = lora_adapters.adapter_keys(network) if recipe.lora is not None else None
     return BuiltRun(
-        recipe=plan.recipe,
+        recipe=recipe,
         backend=backend,
         task=inputs.task,
         data=inputs.data,
@@ -176,7 +194,7 @@ def build_run(recipe: Recipe, *, quiet: bool = False) -> BuiltRun:
             first_step=resume.step,
             first_position=resume.position,
             num_steps=last,
-            micro_size=plan.recipe.batch.rows,
+            micro_size=recipe.batch.rows,
             data_size=backend.mesh.data_size,
             data_rank=backend.mesh.data_rank,
         ),
@@ -186,7 +204,7 @@ def build_run(recipe: Recipe, *, quiet: bool = False) -> BuiltRun:
         directory=directory,
         reporter=reporter,
         checkpoints=CheckpointManager(
-            plan.recipe.checkpoint,
+            recipe.checkpoint,
             backend,
             directory,
             reporter,
@@ -195,7 +213,9 @@ def build_run(recipe: Recipe, *, quiet: bool = False) -> BuiltRun:
             step=resume.step,
         ),
         results=resume.results,
-        shutdown=ShutdownHandler(recipe.guard.grace_s, partial(integrity.newest_address, directory.checkpoints)),
+        shutdown=ShutdownHandler(
+            recipe.guard.grace_s, partial(integrity.newest_address, directory.checkpoints), watch.stands_still
+        ),
         nonfinite=NonFiniteGuard(backend, recipe.guard.max_skipped_steps, resume.state.get("skipped")),
         timer=PhaseTimer(backend.device, [watch.mark, *([profiler.mark] if profiler is not None else [])]),
         watch=watch,

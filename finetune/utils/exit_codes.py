@@ -37,6 +37,11 @@ _HINT = "`finetune launch` takes the same launch file and recipe, and ends with 
 # By which a launcher, mpirun, srun or Intel's mpirun tells a process its number on this machine.
 _LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID", "MPI_LOCALRANKID")
 
+
+class LostRankError(RuntimeError):
+    """Another rank has failed, and has said so."""
+
+
 # Errors of collectives on the other ranks when one is gone.
 _LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL", "peer is gone")
 
@@ -147,8 +152,8 @@ def _wait_for_others() -> None:
 
 
 def lost_peer(error: Exception) -> bool:
-    """Tells if an error is that of a collective whose other rank is gone."""
-    return _group_exists() and any(sign in str(error) for sign in _LOST_PEER)
+    """Tells if an error is that of a collective whose other rank is gone, or says that it is."""
+    return isinstance(error, LostRankError) or (_group_exists() and any(sign in str(error) for sign in _LOST_PEER))
 
 
 def say_failure(error: Exception) -> int:
