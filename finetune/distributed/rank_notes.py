@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -16,13 +17,14 @@ from finetune.utils.exit_codes import LostRankError, lost_peer
 
 AGENT = "TORCHELASTIC_USE_AGENT_STORE"
 
-_hosted: list[Any] = []
-"""The store that this process hosts, kept to its end: ranks that are ahead may ask it for the process group already."""
+_connected: list[Any] = []
+"""This process's first connection to the store of its launch, kept to its end: rank 0 may host that, and ranks that are
+ahead may ask it for the process group already."""
 
 _TIMEOUT = timedelta(seconds=20)
 
 # So long one that fails waits for the others to hear of it, or to fail as well: the notes may end with it.
-_HEARD = timedelta(seconds=5)
+_HEARD_S = 5.0
 
 
 class RankNotes:
@@ -95,20 +97,22 @@ def failures_told() -> Iterator[None]:
         yield
     except Exception as error:
         rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-        if world > 1 and not lost_peer(error):
-            with suppress(RuntimeError):  # nobody is there, or not all have heard
-                _tell(error, rank, world)
+        # Who has not met the others yet is seen by the launcher alone.
+        if world > 1 and _connected and not lost_peer(error):
+            with suppress(RuntimeError):
+                _tell(failures_in(_connected[0]), error, rank, world)
         raise
 
 
-def _tell(error: Exception, rank: int, world: int) -> None:
-    failures, known = failures_in(connect(rank, _HEARD)), isinstance(error, FinetuneError)
+def _tell(failures: Any, error: Exception, rank: int, world: int) -> None:
+    known = isinstance(error, FinetuneError)
     text = str(error) if known else " ".join(f"{type(error).__name__}: {error}".split())[:200]
     note = {"rank": rank, "place": rank_name(rank), "error": type(error).__name__ if known else "", "text": text}
     failures.compare_set("first", "", json.dumps(note))
     failures.set(f"left/{rank}", "")
-    if not torch.distributed.is_initialized():
-        failures.wait([f"left/{other}" for other in range(world)], _HEARD)
+    end = time.monotonic() + (0 if torch.distributed.is_initialized() else _HEARD_S)
+    while time.monotonic() < end and not failures.check([f"left/{other}" for other in range(world)]):
+        time.sleep(0.05)
 
 
 def connect(rank: int, timeout: timedelta) -> Any:
@@ -118,6 +122,6 @@ def connect(rank: int, timeout: timedelta) -> Any:
     hosts = os.environ.get(AGENT) != "True" and rank == 0
     # `multi_tenant`: the process group of this very process shares the port later on.
     store = distributed.TCPStore(*place, is_master=hosts, timeout=timeout, wait_for_workers=False, multi_tenant=hosts)
-    if hosts:
-        _hosted.append(store)
+    if not _connected:
+        _connected.append(store)
     return store
