@@ -5,7 +5,6 @@ unless the recipe allows them. Processes, sharding, logging and the number of st
 size of micro-batches, unless the network has dropout or batch norms.
 """
 
-import os
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -16,10 +15,10 @@ from torch import nn
 
 from finetune.config import path_kinds
 from finetune.config.recipe import hint
-from finetune.config.recipe_schema import Recipe
+from finetune.config.recipe_schema import ModelSection, Recipe
 from finetune.data.rows.row_order import RowOrder
 from finetune.utils import json_files
-from finetune.utils.atomic_files import digest_of, file_digest, write_json
+from finetune.utils.atomic_files import digest_of, file_digest, file_state, write_json
 from finetune.utils.compat import torch_private
 from finetune.utils.errors import RecipeError
 
@@ -75,11 +74,13 @@ def identity_of(recipe: Recipe, order: RowOrder, base: dict[str, Any] | None) ->
     return facts
 
 
-def base_of(recipe: Recipe) -> dict[str, Any] | None:
+def base_of(recipe: Recipe, files: dict[str, str] | None = None) -> dict[str, Any] | None:
     """Returns name, revision and digest of the pretrained model that a run starts from; None without one.
 
-    A model on the hub is told by its commit, a directory by its content. Digests of files are remembered in
-    `data.cache_dir`.
+    A model on the hub is told by its commit, a directory by its content.
+
+    Args:
+        files: What `base_files` gives; read if left out.
 
     Raises:
         RecipeError: If a directory's files cannot be read.
@@ -87,48 +88,56 @@ def base_of(recipe: Recipe) -> dict[str, Any] | None:
     section = recipe.model
     if section.name is None:
         return None
-    folder = Path(section.name)
-    if not folder.is_dir():
-        from huggingface_hub import try_to_load_from_cache
+    if Path(section.name).is_dir():
+        contents = base_files(recipe) if files is None else files
+        return {"name": path_kinds.place_of_model(section.name), "revision": None, "digest": digest_of(contents)}
+    # The commit is the name of the folder in the local cache; configurations do not say it.
+    commit = folder.name if (folder := _base_folder(section)) is not None else f"{section.name}@{section.revision}"
+    return {"name": section.name, "revision": section.revision, "digest": commit}
 
-        # The commit is the name of the folder in the local cache; configurations do not say it.
-        found = try_to_load_from_cache(section.name, "config.json", revision=section.revision)
-        commit = Path(found).parent.name if isinstance(found, str) else f"{section.name}@{section.revision}"
-        return {"name": section.name, "revision": section.revision, "digest": commit}
+
+def base_files(recipe: Recipe) -> dict[str, str]:
+    """Returns the digest of each file of the pretrained model; none without one, or without its files on this machine.
+
+    Digests are remembered in `data.cache_dir`.
+
+    Raises:
+        RecipeError: If the files cannot be read.
+    """
+    if (folder := _base_folder(recipe.model)) is None:
+        return {}
     try:
         files = sorted({file for pattern in _WEIGHTS for file in folder.glob(pattern)})
-        contents = {file.name: _digest(file, Path(recipe.data.cache_dir) / "digests") for file in files}
+        return {file.name: _digest(file, Path(recipe.data.cache_dir) / "digests") for file in files}
     except OSError as error:
         raise RecipeError(f"model.name: {folder} cannot be read: {error.strerror or error}.") from error
-    return {"name": path_kinds.place_of_model(section.name), "revision": None, "digest": digest_of(contents)}
+
+
+def _base_folder(section: ModelSection) -> Path | None:
+    """Returns the folder of the pretrained model, for one on the hub that in the local cache; None if there is none."""
+    if section.name is None or Path(section.name).is_dir():
+        return None if section.name is None else Path(section.name)
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(section.name, "config.json", revision=section.revision)
+    return Path(found).parent if isinstance(found, str) else None
 
 
 def _digest(file: Path, cache: Path) -> str:
-    """Returns a file's digest, remembered from an earlier start if the file has not changed since.
-
-    Size and time of change can be as they were though the content is not (`rsync --times`, `touch -r`). The time of
-    the last change to the inode cannot be set, so it counts as well.
-    """
+    """Returns a file's digest, remembered from an earlier start if the file has not changed since."""
     kept = cache / f"{digest_of(str(file.resolve()))}.json"
-    before = _facts(file)
+    before = file_state(file)
     with suppress(OSError, ValueError, LookupError, TypeError):
         known = json_files.read(kept)
         if known["facts"] == before:
             return str(known["digest"])
     found = file_digest(file)
     settled = time.time_ns() - max(before[-2:]) > _SETTLED_NS
-    if settled and _facts(file) == before:
+    if settled and file_state(file) == before:
         with suppress(OSError):  # the next start reads the file again
             cache.mkdir(parents=True, exist_ok=True)
             write_json(kept, {"file": str(file), "facts": before, "digest": found})
     return found
-
-
-def _facts(file: Path) -> list[int]:
-    """Returns what tells a file from any other, and from itself once it has changed."""
-    with file.open("rb") as opened:  # network file systems look anew when a file is opened
-        facts = os.fstat(opened.fileno())
-    return [facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns]
 
 
 def _flatten(prefix: str, value: Any) -> dict[str, Any]:

@@ -357,7 +357,7 @@ class CheckpointManager:
         self._directory.make_again(self._backend)
         for journal in (self._ledger, self._incidents) if self._backend.is_main else ():
             if (reason := journal.close()) is not None:
-                self._reporter.warn(f"Cannot write {reason}. Its last lines are lost.")
+                self._reporter.warn(reason)
 
     def join_writer(self) -> None:
         """Waits until this rank writes nothing, without a word to the others: what a run that fails does last."""
@@ -380,7 +380,7 @@ class CheckpointManager:
 
     def _warn(self, reason: str | None) -> None:
         if reason is not None:
-            self._reporter.warn_unwritten(f"Cannot write {reason}. It is kept in memory, and tried again.")
+            self._reporter.warn_unwritten(reason)
 
     def _report(self, outcome: SaveOutcome | None) -> None:
         if outcome is None or not self._backend.is_main:

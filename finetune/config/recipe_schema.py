@@ -148,7 +148,7 @@ class GuardSection(Section):
     saved."""
     stall_s: Annotated[PositiveFloat | None, "seconds"] = 600.0
     """Seconds without progress after which the run ends, with the stacks of all ranks written down; at least ten times
-    what a step takes, and six times as long in evaluations and saves. Null: never."""
+    what a step takes, and six times as long until the first is done, in evaluations and saves. Null: never."""
     straggler: Annotated[PositiveFloat | None, "share of a step"] = 0.25
     """A rank that the others wait for during more than this share of each step is named. Null: none is."""
     alert: str | None = None

@@ -57,6 +57,8 @@ class PreparedData:
     report: DataReport
     digest: str
     """Digest of everything that shaped the training rows (the validation rows if there are no others)."""
+    contents: dict[str, str]
+    """Digests of each source, by its key, and of the tokenizer."""
 
 
 @dataclass(frozen=True)
@@ -178,11 +180,11 @@ class _Preparation:
             tokens = self._tokenise(validation_corpora, self._rules(0.0))
             sides["validation"] = self._pack(tokens, token_files.TRAIN)
 
-        first = next(iter(sides.values()))
+        first, corpora = next(iter(sides.values())), (*train_corpora, *validation_corpora)
         classes = None
         if self._labelled and not self._numbers:
             known = [self._known] if self._known is not None else []
-            named = [corpus for corpus in (*train_corpora, *validation_corpora) if corpus.fields.classes]
+            named = [corpus for corpus in corpora if corpus.fields.classes]
             known += [KnownClasses(corpus.fields.classes, corpus.name) for corpus in named[:1]]
             places = label_places(first.tokens.corpora)
             classes = ClassList.of(first.tokens.facts["labels"], self._recipe.task.num_labels, known, places)
@@ -212,6 +214,8 @@ class _Preparation:
             label_names=classes.names if classes else (),
             report=report,
             digest=_digest(first, classes),
+            contents={corpus.fields.source: digest_of(corpus.content) for corpus in corpora}
+            | {"the tokenizer": digest_of(self._identity)},
         )
 
     def _room_advice(self) -> str:

@@ -198,6 +198,14 @@ class Backend:
         tensor.reduce_partial(model, self.splits)
         return losses
 
+    def share_buffers(self, network: nn.Module) -> None:
+        """Gives all ranks the buffers of rank 0 that belong to the weights, as they are written: those of batch norms,
+        which each rank has of its own rows except under DDP. Every rank must call it before it evaluates."""
+        kept = network.state_dict().keys() if self.world_size > 1 else ()
+        for name, buffer in network.named_buffers():
+            if name in kept:
+                buffer.copy_(self.broadcast(buffer.to(self.device, copy=True)))
+
     def evaluate_batches(
         self, model: nn.Module, function: Callable[..., torch.Tensor], batches: Iterable[Any]
     ) -> Iterator[torch.Tensor]:

@@ -1,20 +1,34 @@
-"""Notes that ranks leave each other while they train, beside their collectives."""
+"""Notes that ranks leave each other beside their collectives: where they are, and that one has failed."""
 
 import json
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
 
-from finetune.distributed.rendezvous_names import attempt_name
+from finetune.distributed.rendezvous_names import attempt_name, rank_name
+from finetune.utils import errors
+from finetune.utils.errors import FinetuneError
+from finetune.utils.exit_codes import LostRankError, lost_peer
+
+AGENT = "TORCHELASTIC_USE_AGENT_STORE"
+
+_connected: list[Any] = []
+"""This process's first connection to the store of its launch, kept to its end: rank 0 may host that, and ranks that are
+ahead may ask it for the process group already."""
 
 _TIMEOUT = timedelta(seconds=20)
 
+# So long one that fails waits for the others to hear of it, or to fail as well: the notes may end with it.
+_HEARD_S = 5.0
+
 
 class RankNotes:
-    """Notes by name, as JSON has them, in the store of the process group, which must exist.
+    """Notes by name, as JSON has them, in the store of the launch, which must be there.
 
     The connection is its own: that of the process group is held by whoever waits for a note there. One thread at a time
     may use it. Methods raise a `RuntimeError` once the store is gone, or is not reached for 20 s.
@@ -23,12 +37,9 @@ class RankNotes:
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
         distributed: Any = torch.distributed
-        if world_size == 1:
-            self._store: Any = distributed.HashStore()
-            return
-        place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = distributed.TCPStore(*place, is_master=False, timeout=_TIMEOUT, wait_for_workers=False)
-        self._store = distributed.PrefixStore(f"finetune/notes-{attempt_name()}", store)
+        store = distributed.HashStore() if world_size == 1 else connect(rank, _TIMEOUT)
+        self._store: Any = distributed.PrefixStore(f"finetune/notes-{attempt_name()}", store)
+        self._failures = failures_in(store)
 
     def write(self, name: str, note: Any) -> None:
         """Leaves a note, in the place of an older one."""
@@ -42,3 +53,75 @@ class RankNotes:
         """Returns those of some notes that are there; does not wait for any."""
         there = list(names) if self._store.check(list(names)) else [name for name in names if self._store.check([name])]
         return {name: json.loads(value) for name, value in zip(there, self._store.multi_get(there), strict=True)}
+
+    def read_failure(self) -> Exception | None:
+        """Returns the error of another rank that has failed, as `raise_failure` raises it; None without any."""
+        return _failure_of(self._failures, self.rank)
+
+
+def failures_in(store: Any) -> Any:
+    """Returns the part of a launch's store in which ranks say that they have failed."""
+    distributed: Any = torch.distributed
+    return distributed.PrefixStore(f"finetune/failures-{attempt_name()}", store)
+
+
+def raise_failure(failures: Any, rank: int) -> None:
+    """Raises the error of another rank that has failed, if there is one.
+
+    Args:
+        failures: See `failures_in`.
+
+    Raises:
+        FinetuneError: As that rank did.
+        LostRankError: If its error was none of a user.
+    """
+    if (error := _failure_of(failures, rank)) is not None:
+        failures.set(f"left/{rank}", "")
+        raise error
+
+
+def _failure_of(failures: Any, rank: int) -> Exception | None:
+    if not failures.check(["first"]):
+        return None
+    note = json.loads(failures.get("first"))
+    if note["rank"] == rank:
+        return None
+    kind: type[FinetuneError] | None = getattr(errors, note["error"], None)
+    return LostRankError(f"{note['place']} has failed: {note['text']}") if kind is None else kind(note["text"])
+
+
+@contextmanager
+def failures_told() -> Iterator[None]:
+    """Tells the other ranks of an error inside, whatever they wait for."""
+    try:
+        yield
+    except Exception as error:
+        rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        # Who has not met the others yet is seen by the launcher alone.
+        if world > 1 and _connected and not lost_peer(error):
+            with suppress(RuntimeError):
+                _tell(failures_in(_connected[0]), error, rank, world)
+        raise
+
+
+def _tell(failures: Any, error: Exception, rank: int, world: int) -> None:
+    known = isinstance(error, FinetuneError)
+    text = str(error) if known else " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    note = {"rank": rank, "place": rank_name(rank), "error": type(error).__name__ if known else "", "text": text}
+    failures.compare_set("first", "", json.dumps(note))
+    failures.set(f"left/{rank}", "")
+    end = time.monotonic() + (0 if torch.distributed.is_initialized() else _HEARD_S)
+    while time.monotonic() < end and not failures.check([f"left/{other}" for other in range(world)]):
+        time.sleep(0.05)
+
+
+def connect(rank: int, timeout: timedelta) -> Any:
+    """Returns the store of the launch: the launcher keeps it where it can, else rank 0."""
+    distributed: Any = torch.distributed
+    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    hosts = os.environ.get(AGENT) != "True" and rank == 0
+    # `multi_tenant`: the process group of this very process shares the port later on.
+    store = distributed.TCPStore(*place, is_master=hosts, timeout=timeout, wait_for_workers=False, multi_tenant=hosts)
+    if not _connected:
+        _connected.append(store)
+    return store

@@ -66,7 +66,7 @@ class Reporter:
             self._progress.stop()
         for journal in (self._journal, self._machines):
             if (reason := journal.close()) is not None:
-                self.warn(f"Cannot write {reason}. Its last lines are lost.")
+                self.warn(reason)
         self._warn_all(self._trackers.close())
 
     def log(self, values: dict[str, Any]) -> None:
@@ -76,7 +76,7 @@ class Reporter:
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
         line = {**finite, "time": round(time.time(), 3)}
         if (reason := self._journal.write(line)) is not None:
-            self.warn_unwritten(f"Cannot write {reason}. It is kept in memory, and tried again.")
+            self.warn_unwritten(reason)
         if "validation_loss" in values and self._progress is not None:
             self._progress.update(self._task, validation=f"val {values['validation_loss']:.4f}  ")
         # The thread that samples may add one meanwhile.
@@ -87,7 +87,7 @@ class Reporter:
     def log_machine(self, sample: dict[str, Any]) -> None:
         """One line of `machines.jsonl`, on rank 0 and in one thread. Trackers hear it with the next line of metrics."""
         if (reason := self._machines.write(sample)) is not None:
-            self.warn_unwritten(f"Cannot write {reason}. It is kept in memory, and tried again.")
+            self.warn_unwritten(reason)
         self._samples.append(sample)
 
     def step(self, step: int, values: dict[str, Any] | None) -> None:

@@ -87,12 +87,18 @@ class NonFiniteGuard:
         limit = {"nonfinite": self._max_skipped, "overflow": _MAX_OVERFLOWS}[kind]
         return {**incident, "fatal": self._in_a_row[kind] >= limit}
 
-    def diverged(self, incident: dict[str, Any], checkpoint: str | None) -> DivergedError:
-        """The error to stop with after a fatal incident."""
+    def diverged(self, incident: dict[str, Any], checkpoint: str | None, *, nothing: bool) -> DivergedError:
+        """The error to stop with after a fatal incident; `nothing` if there was no other step, and so no model."""
         what = "a loss or gradient that is not finite" if incident["kind"] == "nonfinite" else "an overflow"
         keep = f"The last good checkpoint is {checkpoint}." if checkpoint else "There is no checkpoint yet."
+        which = f"{incident['in_a_row']} steps in a row, up to step {incident['step']}, had"
+        if nothing:
+            which, keep = (
+                f"Each of the run's {incident['step']} steps had",
+                "Nothing was learned, and no model is written.",
+            )
+        more = "" if nothing else ", or raise guard.max_skipped_steps"
         return DivergedError(
-            f"{incident['in_a_row']} steps in a row, up to step {incident['step']}, had {what}; none of them changed "
-            f"the weights. incidents.jsonl lists their rows and losses. {keep} Lower optim.lr, look at those rows, or "
-            "raise guard.max_skipped_steps."
+            f"{which} {what}; none of them changed the weights. incidents.jsonl lists their rows and losses. {keep} "
+            f"Lower optim.lr, look at those rows{more}."
         )

@@ -13,7 +13,10 @@ RANKS = "ranks.json"
 CALLER = "caller"
 """Phase in which a caller of the loop holds it, for as long as it likes."""
 
-OUTSIDE = ("aside", CALLER)
+START = "start"
+"""Phase from before the process group starts until all is built and restored."""
+
+OUTSIDE = (START, "aside", CALLER)
 """Phases that are no part of a step."""
 
 # A rank that is in one phase for longer is shown.
@@ -44,7 +47,9 @@ class Position:
     """Line of code that its main thread is at."""
 
     def __str__(self) -> str:
-        if self.phase in OUTSIDE:
+        if self.phase == START:
+            words = "before the first step, loading or restoring"
+        elif self.phase in OUTSIDE:
             words = f"after step {self.step}, evaluating or saving"
         else:
             words = f"at step {self.step + 1}, in `{self.phase}`"

@@ -1,14 +1,14 @@
 """Watches where ranks stand: names the rank that others wait for, and ends a run in which none gets on.
 
-Each rank tells the others, in the store of the process group, at which step and phase it is. A thread does it, because
-the main thread may wait in a collective for ever. What a rank does itself is told apart from what it waits for: time in
-`data` is its own, and on a CPU so is the time in which its main thread runs or would run if a core were free.
+Each rank tells the others, in the store of the launch, at which step and phase it is, from before the process group
+starts until the last rank is done. A thread does it, because the main thread may wait in a collective for ever. What a
+rank does itself is told apart from what it waits for: time in `data` is its own, and on a CPU so is the time in which
+its main thread runs or would run if a core were free.
 """
 
 import faulthandler
 import itertools
 import os
-import socket
 import sys
 import threading
 import time
@@ -21,14 +21,18 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Self
 
+import torch
+
 from finetune.config.recipe_schema import GuardSection
-from finetune.distributed.backend import Backend
 from finetune.distributed.rank_notes import RankNotes
+from finetune.distributed.rendezvous_names import rank_name
 from finetune.monitoring.alerts import send_alert
+from finetune.monitoring.metrics import warn
 from finetune.monitoring.rank_progress import (
     CALLER,
     OUTSIDE,
     RANKS,
+    START,
     OwnWork,
     Position,
     Straggler,
@@ -36,19 +40,22 @@ from finetune.monitoring.rank_progress import (
     stall_text,
     straggler_line,
 )
-from finetune.utils import orphan_watch
 from finetune.utils.atomic_files import write_json
 from finetune.utils.compat import torch_private
 from finetune.utils.errors import FinetuneError
-from finetune.utils.exit_codes import FAILED, print_error
+from finetune.utils.exit_codes import FAILED, USER_ERROR, print_error, say_failure
 
 STALLS = "stalls"
 """Folder of a run directory with the stacks of ranks that came no further."""
 
 _TICK_S = 1.0
-# A stall is so many times what a step usually takes, and outside of steps, where a first save may take long, so many
-# times that.
+# A stall is so many times what a step usually takes, and outside of steps and in the first, where a save, or what is
+# loaded or compiled, may take long, so many times that.
 _USUAL, _OUTSIDE = 10, 6
+# Who asks a run to stop by Ctrl-C waits so long at least for a rank that comes no further.
+_HUNG_S = 10.0
+# A rank has so long to fail as another one did.
+_ALIKE_S = 5.0
 # Ranks are compared over so many seconds and steps at least; one that is behind twice in a row is named.
 _COMPARED_S, _COMPARED_STEPS = 5.0, 5
 # So long one that leads waits for what others have to say, and others for what it makes of that.
@@ -60,32 +67,22 @@ _numbers = itertools.count()
 
 
 class RankWatch:
-    """Thread that tells other ranks where this one is while it trains, and compares all of them on rank 0.
+    """Thread that tells other ranks where this one is, and compares all of them on rank 0.
 
-    Args:
-        step: Steps that were taken before.
-        warn: Called on rank 0 with a line about a rank that others wait for, by another thread.
+    Entered again while it runs, it goes on, and ends with the outermost block.
     """
 
-    def __init__(
-        self,
-        guard: GuardSection,
-        backend: Backend,
-        directory: Path,
-        *,
-        step: int,
-        warn: Callable[[str], None],
-    ) -> None:
-        self._guard, self._directory, self._warn = guard, directory, warn
-        self._rank, self._world_size = backend.rank, backend.world_size
+    def __init__(self, guard: GuardSection, directory: Path, *, rank: int, world_size: int) -> None:
+        self._guard, self._directory = guard, directory
+        self._rank, self._world_size = rank, world_size
         # The host's thread spins while it waits for a GPU.
-        self._knows_busy = backend.device.type == "cpu"
+        self._knows_busy = not torch.cuda.is_available()
         self._name = f"watch-{next(_numbers)}"
-        self._place = _place(self._rank)
+        self._place = rank_name(self._rank)
         now = time.monotonic()
-        self._at = (step, CALLER, 0, now)
+        self._at = (0, CALLER, 0, now)
         self._seconds: defaultdict[str, float] = defaultdict(float)
-        self._work, self._first_step = OwnWork(0, 0.0, 0.0, 0.0), step
+        self._work, self._first_step = OwnWork(0, 0.0, 0.0, 0.0), 0
         self._busy_s, self._running_since = 0.0, 0.0
         self._step_ends: deque[float] = deque(maxlen=32)
         self._main = threading.current_thread()
@@ -98,9 +95,10 @@ class RankWatch:
 
     def __enter__(self) -> Self:
         self._main = threading.current_thread()
-        self._over.clear()
+        if self._thread is not None:
+            return self
         self._running_since = self._own_seconds()
-        self.mark("other")
+        self.mark(START)
         if self._rank == 0:
             with suppress(OSError):  # of a start before
                 (self._directory / RANKS).unlink(missing_ok=True)
@@ -113,6 +111,11 @@ class RankWatch:
         if self._thread is not None:
             self._thread.join(2 * _TICK_S)
         faulthandler.cancel_dump_traceback_later()
+
+    def begin(self, step: int) -> None:
+        """Notes how many steps were taken before, and that the caller of the run may take his time until the next."""
+        self.mark(CALLER)
+        self._at, self._first_step = (step, *self._at[1:]), step
 
     def mark(self, phase: str) -> None:
         """Notes that a phase begins, or that one goes on; costs a microsecond."""
@@ -134,7 +137,7 @@ class RankWatch:
         now, running = time.monotonic(), self._own_seconds()
         self._step_ends.append(now)
         self._busy_s, self._running_since = self._busy_s + running - self._running_since, running
-        outside = self._seconds["aside"] + self._seconds[CALLER]
+        outside = sum(self._seconds[phase] for phase in OUTSIDE)
         inside = sum(self._seconds.values()) + now - since - outside
         self._work = OwnWork(step - self._first_step, inside, self._seconds["data"], self._busy_s)
 
@@ -157,25 +160,52 @@ class RankWatch:
             found = (*torch_private.last_collective(torch_private.recorded_collectives()), _line_of(self._main))
         return Position(self._place, step, phase, marks, time.monotonic() - since, *found)
 
+    def stands_still(self) -> str | None:
+        """Returns where this rank is if it has come no further for longer than Ctrl-C waits for it; else None.
+
+        What it evaluates or saves may take its time.
+        """
+        at = self._position(fully=True)
+        return str(at) if at.phase not in OUTSIDE and at.for_s > max(_HUNG_S, _USUAL * self._usual_s()) else None
+
     def _run(self) -> None:
-        # The store is gone when rank 0 ends, or its machine is lost: the launcher sees to that.
-        with suppress(RuntimeError):
+        notes: RankNotes | None = None
+        try:
             notes = RankNotes(self._rank, self._world_size)
             self._tick(notes)
             while not self._over.wait(_TICK_S):
                 self._tick(notes)
+        except RuntimeError:
+            # The store is gone when rank 0 ends, or its machine is lost: the launcher sees to that, if it can.
+            while not self._over.wait(_TICK_S):
+                if self._is_over_limit():
+                    at, folder = self._position(fully=True), self._directory / _stall_folder()
+                    self._write_stacks(folder)
+                    text = (
+                        f"{at.place} has come no further for {at.for_s:.0f} s, and the store that ranks share is gone."
+                    )
+                    print_error(FinetuneError(f"{text} It is {at}. Its Python stacks are in {folder}."))
+                    os._exit(FAILED)
+
+    def _is_over_limit(self) -> bool:
+        """Tells if this rank has come no further for too long; called now and then."""
+        limit_s = self._limit_s()
+        if limit_s is None:
+            faulthandler.cancel_dump_traceback_later()
+            return False
+        # By the interpreter, for a main thread that keeps Python's lock; put off as long as this thread runs. Others
+        # may have more to say before that.
+        faulthandler.dump_traceback_later(limit_s + 4 * _ANSWER_S, exit=True, file=sys.__stderr__ or 2)
+        return self._position().for_s > limit_s
 
     def _tick(self, notes: RankNotes) -> None:
         notes.write(f"{self._name}/at/{self._rank}", asdict(self._position()) | {"work": asdict(self._work)})
-        limit_s = self._limit_s()
-        if limit_s is not None:
-            # By the interpreter, for a main thread that keeps Python's lock; put off as long as this thread runs.
-            faulthandler.dump_traceback_later(limit_s + _ANSWER_S, file=sys.__stderr__ or 2)
-        key = f"{self._name}/stall"
+        key, over = f"{self._name}/stall", self._is_over_limit()
         stall = notes.read([key]).get(key)
-        if stall is None and limit_s is not None and self._position().for_s > limit_s:
-            folder = f"{STALLS}/{time.strftime('%Y%m%d-%H%M%S')}"
-            stall = notes.write_first(key, {"rank": self._rank, "folder": folder})
+        if stall is None and over:
+            stall = notes.write_first(key, {"rank": self._rank, "folder": _stall_folder()})
+        if (failure := notes.read_failure()) is not None and not self._over.wait(_ALIKE_S):
+            self._end_with(failure)
         if stall is not None and not self._over.is_set():
             self._end(notes, stall["rank"], self._directory / stall["folder"])
         if self._rank == 0 and self._world_size > 1:
@@ -184,10 +214,10 @@ class RankWatch:
     def _limit_s(self) -> float | None:
         """Returns how long a rank may stay in its phase; None for ever."""
         phase = self._at[1]
-        if self._guard.stall_s is None or phase == CALLER or not self._step_ends:
+        if self._guard.stall_s is None or phase == CALLER:
             return None
         limit_s = max(self._guard.stall_s, _USUAL * self._usual_s())
-        return limit_s * _OUTSIDE if phase == "aside" else limit_s
+        return limit_s * _OUTSIDE if phase in OUTSIDE or not self._step_ends else limit_s
 
     def _usual_s(self) -> float:
         """Returns what a step usually takes; 0 before there are two."""
@@ -223,11 +253,18 @@ class RankWatch:
             self._named = found
             if suspect != named:
                 text = straggler_line(found, ranks[found.rank]["place"])
-                self._warn(f"after step {ranks[found.rank]['step']}: {text}")
+                warn(f"after step {ranks[found.rank]['step']}: {text}")
                 send_alert(self._guard, "straggler", text, self._facts())
         elif suspect is None and before is None and self._named is not None:
-            self._warn(f"after step {ranks[0]['step']}: {ranks[self._named.rank]['place']} is no longer behind")
+            warn(f"after step {ranks[0]['step']}: {ranks[self._named.rank]['place']} is no longer behind")
             self._named = None
+
+    def _end_with(self, failure: Exception) -> None:
+        """Ends the process for another rank's error, whatever it waits for."""
+        if isinstance(failure, FinetuneError):
+            _within(_ANSWER_S, lambda: print_error(failure))
+            os._exit(USER_ERROR)
+        os._exit(say_failure(failure))
 
     def _end(self, notes: RankNotes, leader: int, folder: Path) -> None:
         """Ends the process, once all ranks have written down what they are at, and one has said why."""
@@ -238,13 +275,16 @@ class RankWatch:
             traceback.print_exc()
         os._exit(FAILED)
 
-    def _say_farewell(self, notes: RankNotes, leader: int, folder: Path) -> None:
-        at, recorded = self._position(fully=True), torch_private.recorded_collectives()
+    def _write_stacks(self, folder: Path) -> None:
         with suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
             with (folder / f"rank-{self._rank}.txt").open("w", encoding="utf-8") as file:
                 faulthandler.dump_traceback(file)
-            (folder / f"rank-{self._rank}.collectives.json").write_bytes(recorded)
+            (folder / f"rank-{self._rank}.collectives.json").write_bytes(torch_private.recorded_collectives())
+
+    def _say_farewell(self, notes: RankNotes, leader: int, folder: Path) -> None:
+        at = self._position(fully=True)
+        self._write_stacks(folder)
         text = f"{at.place} has come no further for {at.for_s:.0f} s, and the store that ranks share is gone."
         speaker = leader
         with suppress(RuntimeError):
@@ -278,10 +318,8 @@ class RankWatch:
         return stall_text(list(answers.values()), silent, self._usual_s(), folder), min(answers)
 
 
-def _place(rank: int) -> str:
-    """Returns a rank's name for people."""
-    machine = f" on machine {os.environ.get('GROUP_RANK', '0')} ({socket.gethostname()})"
-    return f"rank {rank}{machine if orphan_watch.on_several_machines() else ''}"
+def _stall_folder() -> str:
+    return f"{STALLS}/{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def _line_of(thread: threading.Thread) -> str:

@@ -14,11 +14,16 @@ from finetune.utils import orphan_watch, signals
 class ShutdownHandler:
     """Turns signals, and the end of the launcher, into a request to stop at a step's boundary."""
 
-    def __init__(self, grace_s: float, newest: Callable[[], str | None]) -> None:
-        """`grace_s` seconds after a request the process ends, saved or not, and names the `newest` checkpoint."""
+    def __init__(
+        self, grace_s: float, newest: Callable[[], str | None], stands_still: Callable[[], str | None]
+    ) -> None:
+        """`grace_s` seconds after a request the process ends, saved or not, and names the `newest` checkpoint.
+
+        After Ctrl-C it ends as soon as `stands_still` says where it is stuck.
+        """
         self.reason: str | None = None
         """Why this rank wants to stop, or None."""
-        self._grace_s, self._newest = grace_s, newest
+        self._grace_s, self._newest, self._stands_still = grace_s, newest, stands_still
         self._since = 0.0
         self._listens = self._ignoring = False
         self._numbers: tuple[int, ...] = ()
@@ -48,8 +53,10 @@ class ShutdownHandler:
             over.set()
 
     def _watch_parent(self, over: threading.Event) -> None:
-        while self.reason is None and not over.wait(orphan_watch.EVERY_S):
+        while not over.wait(orphan_watch.EVERY_S):
             self._look_for_parent()
+            if self.reason == signal.SIGINT.name and (where := self._stands_still()) is not None:
+                self._end(128 + signal.SIGINT, f"this process comes no further ({where}), so that nothing is saved")
 
     def _look_for_parent(self) -> None:
         if self.reason is not None or self._ignoring or not orphan_watch.parent_is_gone():
@@ -92,17 +99,16 @@ class ShutdownHandler:
         timer.daemon = True
         timer.start()
 
-    def _end(self, code: int) -> None:
+    def _end(self, code: int, why: str = "") -> None:
         if self._ignoring:
             return
+        why = why or f"no checkpoint was complete within guard.grace_s = {self._grace_s:g} s"
         # The disk or the terminal may be gone.
         with suppress(OSError):
             newest = self._newest()
             kept = f"{newest} stays" if newest else "there is no checkpoint, so the same command starts anew"
-            text = (
-                f"\nError: asked to stop ({self.reason}), but no checkpoint was complete within guard.grace_s = "
-                f"{self._grace_s:g} s. Ended; {kept}.\n"
-            )
             # Not print: the main thread may be in the middle of one.
-            os.write(sys.stderr.fileno(), text.encode())
+            os.write(
+                sys.stderr.fileno(), f"\nError: asked to stop ({self.reason}), but {why}. Ended; {kept}.\n".encode()
+            )
         os._exit(code)

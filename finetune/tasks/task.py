@@ -40,6 +40,8 @@ class TaskData:
     label_names: tuple[str, ...] = ()
     digest: str = ""
     """Changes whenever the training rows do."""
+    contents: Mapping[str, str] = field(default_factory=dict)
+    """Digests of what the rows are made of, by names for messages."""
     ends: tuple[int, ...] = ()
     """The tokens that learned answers end in, if they are conversations."""
 

@@ -114,6 +114,7 @@ def build_task_data(
         num_labels=prepared.num_labels,
         label_names=prepared.label_names,
         digest=prepared.digest,
+        contents=prepared.contents,
         ends=tuple(int(prepared.tokenizer.convert_tokens_to_ids(name)) for name in names),
     )
 

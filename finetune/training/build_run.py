@@ -2,9 +2,11 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from torch import nn
 from finetune.checkpoint import integrity, resume_point
 from finetune.checkpoint.resume_point import ResumePoint
 from finetune.checkpoint.run_directory import RunDirectory
-from finetune.checkpoint.run_fingerprint import MICRO_SIZE, base_of, depends_on_micro_size, identity_of
+from finetune.checkpoint.run_fingerprint import MICRO_SIZE, base_files, base_of, depends_on_micro_size, identity_of
 from finetune.checkpoint.save_checkpoint import CheckpointManager
 from finetune.checkpoint.snapshot import Snapshot
 from finetune.config.recipe_schema import Recipe
@@ -24,6 +26,7 @@ from finetune.distributed import device_selection, rendezvous_store
 from finetune.distributed.backend import Backend
 from finetune.distributed.held_memory import Memory
 from finetune.distributed.launch.launch_config import Launch, ResolvedConfig, read_launch
+from finetune.distributed.rank_notes import failures_told
 from finetune.distributed.resolve_config import resolve_config
 from finetune.distributed.split_parameters import UNSPLIT
 from finetune.distributed.strategies import sequence
@@ -44,6 +47,7 @@ from finetune.monitoring.flops import flops_per_target
 from finetune.monitoring.metrics import PhaseTimer, Reporter, warn
 from finetune.monitoring.nonfinite import NonFiniteGuard
 from finetune.monitoring.out_of_memory import explain_out_of_memory
+from finetune.monitoring.rank_progress import START
 from finetune.monitoring.rank_watch import RankWatch
 from finetune.monitoring.shutdown import ShutdownHandler
 from finetune.monitoring.trackers import Trackers
@@ -60,6 +64,8 @@ from finetune.training.evaluate_run import sample_prompt
 from finetune.training.micro_batch_search import MicroBatchChoice
 from finetune.training.profiler import Profiler
 from finetune.training.run import BuiltRun, Length, TrainState, measure_length
+from finetune.utils import orphan_watch
+from finetune.utils.atomic_files import digest_of
 from finetune.utils.compat import torch_private
 from finetune.utils.compat.accelerate_private import unsplit_classes
 from finetune.utils.compat.library_versions import untested_versions
@@ -131,6 +137,7 @@ class BuiltModel:
     """Buffers that hold infinities as the network was built, such as causal masks; any other is a fault."""
 
 
+@failures_told()
 def build_run(recipe: Recipe, *, quiet: bool = False) -> BuiltRun:
     """Builds a run: data, model and optimiser, prepared as the launch asks, verified, and resumed.
 
@@ -144,7 +151,21 @@ def build_run(recipe: Recipe, *, quiet: bool = False) -> BuiltRun:
     rendezvous_store.check_machines(recipe.model_dump(mode="json"), _PATIENCE)
     inputs = _read_inputs(recipe, quiet)
     plan = _settle_plan(recipe, launch, inputs, quiet)
-    backend = Backend.start(plan.recipe, plan.launch, plan.config, quiet=quiet)
+    rank = int(os.environ.get("RANK", "0"))
+    watch = RankWatch(recipe.guard, inputs.directory.path, rank=rank, world_size=launch.num_processes)
+    with ExitStack() as watched:
+        # It ends with the last step, or here over an error.
+        watched.enter_context(watch)
+        run = _build_watched(plan, watch, quiet)
+        watched.pop_all()
+    watch.begin(run.resume.step)
+    return run
+
+
+def _build_watched(plan: RunPlan, watch: RankWatch, quiet: bool) -> BuiltRun:
+    """Builds what processes have in common, from the start of their group on."""
+    recipe, inputs = plan.recipe, plan.inputs
+    backend = Backend.start(recipe, plan.launch, plan.config, quiet=quiet)
     try:
         built = _build_model(plan, backend)
     except (RuntimeError, MemoryError) as error:
@@ -152,20 +173,20 @@ def build_run(recipe: Recipe, *, quiet: bool = False) -> BuiltRun:
             raise full from error
         raise
     network = unwrap(built.model)
-    identity = {**inputs.identity, MICRO_SIZE: plan.recipe.batch.rows} if built.mixes_rows else inputs.identity
+    watch.mark(START)
+    identity = {**inputs.identity, MICRO_SIZE: recipe.batch.rows} if built.mixes_rows else inputs.identity
     directory, last = inputs.directory, inputs.length.num_steps
-    resume = resume_point.choose_resume_point(plan.recipe, directory, backend, identity, num_steps=last)
+    resume = resume_point.choose_resume_point(recipe, directory, backend, identity, num_steps=last)
     profiler = None
     if recipe.log.profile is not None and not resume.finished:
         folder = directory.path / "profile"
         profiler = Profiler(folder, backend.rank, first=resume.step, steps=recipe.log.profile, last=last)
     resume.restore(backend, network, built.optimizer)
     reporter = _open_run(plan, backend, built, identity, resume, quiet)
-    watch = RankWatch(recipe.guard, backend, directory.path, step=resume.step, warn=reporter.warn)
     adapter_keys = lora_adapters.adapter_keys(network) if recipe.lora is not None else None
     beside = files_beside(recipe) if backend.is_main and inputs.task.head is not None else {}
     return BuiltRun(
-        recipe=plan.recipe,
+        recipe=recipe,
         backend=backend,
         task=inputs.task,
         data=inputs.data,
@@ -180,7 +201,7 @@ def build_run(recipe: Recipe, *, quiet: bool = False) -> BuiltRun:
             first_step=resume.step,
             first_position=resume.position,
             num_steps=last,
-            micro_size=plan.recipe.batch.rows,
+            micro_size=recipe.batch.rows,
             data_size=backend.mesh.data_size,
             data_rank=backend.mesh.data_rank,
         ),
@@ -190,7 +211,7 @@ def build_run(recipe: Recipe, *, quiet: bool = False) -> BuiltRun:
         directory=directory,
         reporter=reporter,
         checkpoints=CheckpointManager(
-            plan.recipe.checkpoint,
+            recipe.checkpoint,
             backend,
             directory,
             reporter,
@@ -199,7 +220,9 @@ def build_run(recipe: Recipe, *, quiet: bool = False) -> BuiltRun:
             step=resume.step,
         ),
         results=resume.results,
-        shutdown=ShutdownHandler(recipe.guard.grace_s, partial(integrity.newest_address, directory.checkpoints)),
+        shutdown=ShutdownHandler(
+            recipe.guard.grace_s, partial(integrity.newest_address, directory.checkpoints), watch.stands_still
+        ),
         nonfinite=NonFiniteGuard(backend, recipe.guard.max_skipped_steps, resume.state.get("skipped")),
         timer=PhaseTimer(backend.device, [watch.mark, *([profiler.mark] if profiler is not None else [])]),
         watch=watch,
@@ -230,8 +253,20 @@ def _read_inputs(recipe: Recipe, quiet: bool) -> Inputs:
     weights = None
     if task.head is not None and task.build_config is not None:
         weights = check_pretrained(recipe, task.build_config(recipe, data), task.head)
-    # Rank 0 alone reads the base's files, which may be many gigabytes.
-    base = rendezvous_store.from_main(partial(base_of, recipe), _PATIENCE) if recipe.model.name is not None else None
+    inputs: dict[str, dict[str, Any]] = {
+        "data": {
+            **data.contents,
+            "the rows": [data.digest, num_rows, None if data.validation is None else len(data.validation)],
+            "the prompts": digest_of(list(map(asdict, prompts))),
+            "model.name": base_of(recipe, {}),
+        }
+    }
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        # One rank of each machine reads the base's files, which may be many gigabytes.
+        read = orphan_watch.on_several_machines() or Path(recipe.model.name or "hub").is_dir()
+        inputs["base"] = base_files(recipe) if read else {}
+    agreed = rendezvous_store.check_inputs(inputs, _PATIENCE)
+    base = base_of(recipe, agreed["base"])
     identity = identity_of(recipe, order, base)
     resume_point.compare_with_previous(recipe.resume.allow, directory, identity)
     return Inputs(task, directory, data, prompts, metrics, length, order, weights, base, identity)

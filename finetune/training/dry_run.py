@@ -5,6 +5,7 @@ import os
 from collections.abc import Mapping
 
 from finetune.config.recipe_schema import Recipe
+from finetune.distributed.launch import network_interface
 from finetune.distributed.launch.launch_config import Launch, ResolvedConfig, read_launch
 from finetune.distributed.launch.predicted_environment import PredictedEnvironment
 from finetune.distributed.resolve_config import resolve_config
@@ -32,6 +33,8 @@ def check_recipe(recipe: Recipe, launch: Launch, env: Mapping[str, str] = os.env
         FinetuneError: If they contradict each other, or this machine cannot run what is asked.
     """
     config = resolve_config(recipe, launch, env)
+    if launch.num_processes > 1:
+        network_interface.check_named(env)
     check_task_splits(recipe, launch)
     check_metrics(recipe.eval.metrics)
     check_optimizer(recipe.optim, cut=launch.cuts_state, flat=launch.flattens)

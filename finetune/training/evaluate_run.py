@@ -19,7 +19,7 @@ from finetune.config.recipe_schema import ChatSection, Recipe, SampleSection
 from finetune.data.class_labels import some
 from finetune.data.rows.feed import Rows, evaluation_batches
 from finetune.distributed.backend import Backend
-from finetune.models.forward_wrapper import without_training
+from finetune.models.forward_wrapper import unwrap, without_training
 from finetune.models.prompts import source_tokens, text_tokens, turn_tokens
 from finetune.tasks import metrics
 from finetune.tasks.causal_lm import next_token_logits
@@ -171,6 +171,7 @@ def evaluate_rows(
             computing.append((share, batch_to_device(batch, backend.device)))
             yield computing[-1][1]
 
+    backend.share_buffers(unwrap(model))
     with without_training(model):
         function = task.loss_and_correct or task.loss_and_numbers or task.loss_sum
         num_sums = 1 if task.loss_and_correct is None else 2
@@ -310,6 +311,7 @@ def generate_tokens(
     # One more than each token, and 0 where there is none.
     written = torch.zeros(len(prompts), max_new_tokens, dtype=torch.int64)
     first, scores = backend.mesh.average_rank, task.next_token or next_token_logits
+    backend.share_buffers(unwrap(model))
     with without_training(model):
         for number in range(first, len(prompts) + first, backend.mesh.average_size):
             row = list(prompts[number]) if number < len(prompts) else []

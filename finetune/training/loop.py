@@ -10,6 +10,7 @@ import torch
 
 from finetune.data.rows.feed import Window
 from finetune.distributed.backend import Backend
+from finetune.distributed.rank_notes import failures_told
 from finetune.models.forward_wrapper import unwrap
 from finetune.monitoring.machine_sampler import sample_machines
 from finetune.monitoring.metrics import PhaseTimer
@@ -50,11 +51,13 @@ def steps(run: BuiltRun) -> Iterator[Step]:
     The results are in `run.results` then. After a request to stop it ends early: a checkpoint is written, and
     `stopped` of the results says why.
     """
-    if run.resume.finished:
-        run.reporter.say(finish_run.nothing_left(run.results, run.length.num_steps))
-        return
-    with finish_run.alerts_at_end(run):
-        yield from _take_steps(run)
+    with run.watch:
+        if run.resume.finished:
+            run.reporter.say(finish_run.nothing_left(run.results, run.length.num_steps))
+            return
+        with finish_run.alerts_at_end(run):
+            yield from _take_steps(run)
+        run.backend.barrier()
 
 
 def _take_steps(run: BuiltRun) -> Iterator[Step]:
@@ -62,7 +65,8 @@ def _take_steps(run: BuiltRun) -> Iterator[Step]:
     sampling = sample_machines(
         run.backend, run.directory.path, recipe.log.system_every_s, lambda: state.step, run.reporter.log_machine
     )
-    with run.reporter, run.watch, run.shutdown.listening(), sampling:
+    with run.reporter, run.shutdown.listening(), sampling, failures_told():
+        run.watch.mark("other")
         began = time.perf_counter()
         run.checkpoints.note_start(state.step, run.feed.describe(state.step))
         peak_memory = PeakMemoryMonitor(run.backend, run.weight_bytes)

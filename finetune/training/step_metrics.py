@@ -94,7 +94,7 @@ def check_nonfinite(run: BuiltRun, output: StepOutput | None) -> None:
     """Looks at the step before, whose numbers are there by now; None looks at the newest.
 
     Raises:
-        DivergedError: If too many steps in a row were skipped.
+        DivergedError: If too many steps in a row were skipped, or all steps of the run.
     """
     incident = run.nonfinite.check(output)
     if incident is None:
@@ -104,9 +104,10 @@ def check_nonfinite(run: BuiltRun, output: StepOutput | None) -> None:
     run.reporter.warn(
         f"step {incident['step']} was skipped on all ranks: {incident['kind']} (skipped so far: {counts})"
     )
-    if incident["fatal"]:
+    nothing = output is None and run.nonfinite.total == run.state.step == run.length.num_steps
+    if incident["fatal"] or nothing:
         run.checkpoints.finish()
-        raise run.nonfinite.diverged(incident, run.checkpoints.newest_address())
+        raise run.nonfinite.diverged(incident, run.checkpoints.newest_address(), nothing=nothing)
 
 
 class PeakMemoryMonitor:

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -158,6 +159,20 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
+def file_state(path: Path) -> list[int]:
+    """Returns what tells a file from any other, and from itself once it has changed.
+
+    Size and time of change can be as they were though the content is not (`rsync --times`, `touch -r`). The time of
+    the last change to the inode cannot be set, so it counts as well.
+
+    Raises:
+        OSError: If it cannot be read.
+    """
+    with path.open("rb") as file:  # network file systems look anew when a file is opened
+        facts = os.fstat(file.fileno())
+    return [facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns]
+
+
 def digest_of(facts: Any) -> str:
     """Returns 32 hexadecimal digits that identify a JSON-able value."""
     text = json.dumps(facts, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
@@ -168,7 +183,7 @@ class Journal:
     """A file of JSON lines that only grows, and that no crash or full disk tears.
 
     Lines that cannot be written wait in memory, in order; the first failure is returned, to be reported. A file that
-    is deleted is written again, with all of its lines.
+    is deleted is written again, with all of its lines; if another one lies in its place, they go to a file beside it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -177,6 +192,7 @@ class Journal:
         self._written: BinaryIO | None = None  # keeps what was written, be it deleted
         self._end: int | None = None  # where the last whole line ends
         self._waiting: list[bytes] = []
+        self._closing = False
         self.failing = False
         """True if the last write failed."""
 
@@ -190,27 +206,40 @@ class Journal:
         return self.flush()
 
     def flush(self, *, to_disk: bool = False) -> str | None:
-        """Writes the lines that wait; returns why it cannot, the first time.
+        """Writes the lines that wait; returns why it cannot, the first time, or that they lie elsewhere now.
 
         Args:
             to_disk: Return only once it is on the disk.
         """
+        moved, last = "", " Its last lines are lost." if self._closing else " It is kept in memory, and tried again."
         try:
-            if self._deleted():
+            if (swapped := self._swapped()) or self._deleted():
                 assert self._written is not None
                 self._waiting.insert(0, os.pread(self._written.fileno(), self._end or 0, 0))
                 self._written, self._end = None, None
+            if swapped:
+                beside = (self._path.with_name(f"{self._path.name}.{n}") for n in itertools.count(1))
+                before, self._path = self._path, next(path for path in beside if not os.path.lexists(path))
+                moved = (
+                    f"Another file lies in the place of {before}: all lines of this run go to {self._path} from now on."
+                )
             self._end = self._write(b"".join(self._waiting), to_disk)
         except OSError as error:
             first, self.failing = not self.failing, True
-            return f"{self._path}: {error.strerror or error}" if first else None
+            return f"Cannot write {self._path}: {error.strerror or error}.{last}" if first else None
         self._waiting, self.failing = [], False
-        return None
+        return moved or None
 
     def close(self) -> str | None:
         """Writes the lines that wait, for the last time; returns why some of them are lost."""
-        self.failing = False
-        return self.flush(to_disk=True) if self._waiting or self._deleted() else None
+        self.failing, self._closing = False, True
+        return self.flush(to_disk=True) if self._waiting or self._deleted() or self._swapped() else None
+
+    def _swapped(self) -> bool:
+        """Tells if another file, a link or a folder lies in the place of what was written."""
+        if self._written is None or not os.path.lexists(self._path) or device_of(self._path) != self._disk:
+            return False
+        return not os.path.samestat(os.lstat(self._path), os.fstat(self._written.fileno()))
 
     def _deleted(self) -> bool:
         """Tells if the file was deleted, but not its folder."""

@@ -1,8 +1,10 @@
 """Ends of processes: one paragraph for each machine, and an exit code, without the interpreter's teardown."""
 
+import errno
 import hashlib
 import json
 import os
+import resource
 import sys
 import time
 import traceback
@@ -37,6 +39,11 @@ _HINT = "`finetune launch` takes the same launch file and recipe, and ends with 
 # By which a launcher, mpirun, srun or Intel's mpirun tells a process its number on this machine.
 _LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID", "MPI_LOCALRANKID")
 
+
+class LostRankError(RuntimeError):
+    """Another rank has failed, and has said so."""
+
+
 # Errors of collectives on the other ranks when one is gone.
 _LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL", "peer is gone")
 
@@ -59,7 +66,12 @@ def run_guarded(verb: Callable[[], int | None]) -> int:
             except KeyboardInterrupt as error:
                 # A launcher ends the other ranks of one that has failed, which has said why.
                 return signals.say_interrupted(error, quiet=_failure_is_said())
-            except BrokenPipeError:
+            except Exception as error:
+                if not isinstance(error, BrokenPipeError):
+                    if (explained := _explain_open_files(error)) is None:
+                        raise
+                    print_error(explained)
+                    return USER_ERROR
                 # Whoever read the output (`| head`) has seen enough. Nothing is left to flush at exit either.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
@@ -69,6 +81,7 @@ def run_guarded(verb: Callable[[], int | None]) -> int:
 
 def print_error(error: FinetuneError) -> None:
     """Prints an error as one paragraph, or a line for each problem; once for each machine if its ranks agree."""
+    error = _explain_open_files(error) or error
     text = "\n".join(line.rstrip() for line in error.lines) or " ".join(str(error).split())
     given = os.environ.get("TORCHELASTIC_ERROR_FILE")
     others = orphan_watch.is_launcher() and not orphan_watch.is_own_launcher()
@@ -109,6 +122,20 @@ def _failure_is_said() -> bool:
     return given is not None and any(Path(given).parent.parent.glob("said-*"))
 
 
+def _explain_open_files(error: BaseException | None) -> FinetuneError | None:
+    """Returns what to do about an error that comes of the limit of open files; None for any other."""
+    text = os.strerror(errno.EMFILE)
+    while error is not None and getattr(error, "errno", 0) != errno.EMFILE and text not in str(error):
+        error = error.__cause__ or error.__context__
+    if error is None:
+        return None
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return FinetuneError(
+        f"{text}: a process here may have {most:,} open at a time, and this one needs more. Raise the limit "
+        "(`ulimit -n 4096`) and start the same command again."
+    )
+
+
 def exit_with(code: int) -> None:
     """Ends the process at once, without the interpreter's teardown.
 
@@ -147,8 +174,8 @@ def _wait_for_others() -> None:
 
 
 def lost_peer(error: Exception) -> bool:
-    """Tells if an error is that of a collective whose other rank is gone."""
-    return _group_exists() and any(sign in str(error) for sign in _LOST_PEER)
+    """Tells if an error is that of a collective whose other rank is gone, or says that it is."""
+    return isinstance(error, LostRankError) or (_group_exists() and any(sign in str(error) for sign in _LOST_PEER))
 
 
 def say_failure(error: Exception) -> int:
@@ -157,6 +184,9 @@ def say_failure(error: Exception) -> int:
     They wait before they do, so that the launcher sees first which rank it was, reports it, and ends the rest.
     """
     rank = os.environ.get("RANK", "0")
+    if (explained := _explain_open_files(error)) is not None:
+        print_error(explained)
+        return USER_ERROR
     if lost_peer(error):
         time.sleep(_LOST_PATIENCE_S)
         reason = " ".join(str(error).split())[:200]

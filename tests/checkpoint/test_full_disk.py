@@ -261,6 +261,23 @@ def test_a_journal_begun_late_waits_for_its_disk(disk: Disk) -> None:
     assert [line["step"] for line in read_lines(disk.place / "incidents.jsonl")] == [1, 2, 3]
 
 
+@pytest.mark.parametrize("kind", ["file", "link", "folder"])
+def test_a_journal_in_whose_place_something_else_lies_goes_on_beside_it(tmp_path: Path, kind: str) -> None:
+    file, other = tmp_path / "metrics.jsonl", tmp_path / "other"
+    journal = Journal(file)
+    assert journal.write({"step": 1}) is None
+    other.mkdir() if kind == "folder" else other.write_text("not ours")
+    file.unlink()
+    file.symlink_to(other) if kind == "link" else other.rename(file)
+    said = journal.write({"step": 2})
+    beside = tmp_path / "metrics.jsonl.1"
+    assert said == f"Another file lies in the place of {file}: all lines of this run go to {beside} from now on."
+    assert journal.write({"step": 3}) is None
+    assert journal.close() is None
+    assert [line["step"] for line in read_lines(beside)] == [1, 2, 3]
+    assert file.is_dir() if kind == "folder" else file.read_text() == "not ours"
+
+
 # ---------------------------------------------------------------- deleted
 
 

@@ -57,13 +57,13 @@ def opened(kind: str, *folders: Path) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-RUNS = {"zero3": {"adamw": KINDS["adamw"], "dora": KINDS["dora"]}}
+LAUNCHED_RUNS = {"zero3": {"adamw": KINDS["adamw"], "dora": KINDS["dora"]}}
 
 
-@pytest.mark.parametrize("kind", list(RUNS["zero3"]))
+@pytest.mark.parametrize("kind", list(LAUNCHED_RUNS["zero3"]))
 def test_a_fresh_process_opens_it(launcher: Launcher, kind: str) -> None:
     """The last checkpoint's weights are those that the run ended with; the one in the middle has others."""
-    run = launcher.many("zero3", RUNS["zero3"])[kind].check()
+    run = launcher.many("zero3", LAUNCHED_RUNS["zero3"])[kind].check()
     assert (run.facts["runs"]["kind"], run.facts["runs"]["world_size"]) == ("zero3", 2)
     middle, last = (folder / "model" for folder in sorted((run.directory / "checkpoints").glob("step-*"))[-2:])
     assert not list(run.directory.rglob("*.bin")) + list(run.directory.rglob("*.pt"))

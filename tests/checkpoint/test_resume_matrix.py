@@ -7,7 +7,7 @@ from harness import Launcher, Result
 from matrix import BACKENDS, KINDS, SPLITTING, TOLERANCE, distance, kinds, resumed, straight
 
 
-def RUNS(launcher: Launcher) -> dict[str, Any]:
+def LAUNCHED_RUNS(launcher: Launcher) -> dict[str, Any]:
     """What each launch file stops and resumes itself; and of one process, where test_state_transfer.py crosses none."""
     return {
         backend: {kind: KINDS[kind] for kind in kinds(backend)} | resumed(launcher, backend, _sources(backend))

@@ -446,6 +446,8 @@ def test_a_hub_model_is_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             (cached / path).parent.mkdir(parents=True, exist_ok=True)
             (cached / path).write_text(text)
         found.append(run_fingerprint.base_of(recipe))
+        # Machines compare the content of their caches, too.
+        assert list(run_fingerprint.base_files(recipe)) == ["config.json"]
     assert [one["digest"] for one in found if one] == ["a" * 40, "b" * 40]
 
 

@@ -159,7 +159,9 @@ def test_a_failing_rank_speaks_first_and_a_hung_one_goes_with_it(victim: Victim)
     said = said_by(victim)
     errors = re.findall(r"^(?:Rank .*|The worker .*|Traceback.*|Error: .*|\w+Error: .*)$", said, re.MULTILINE)
     trace = "Traceback (most recent call last):"
-    assert errors == ["Rank 0 failed:", trace, "RuntimeError: the task has had enough"]
+    error = "RuntimeError: the task has had enough"
+    gone = f"Rank 1 ends, because another rank is gone: rank 0 has failed: {error}"
+    assert errors == ["Rank 0 failed:", trace, error, gone]
 
 
 def test_a_killed_rank_is_named_and_the_launcher_starts_again_by_itself(

@@ -1,5 +1,6 @@
 """Each kind of broken input ends in one paragraph and exit code 2 on every rank; nothing is overwritten."""
 
+import errno
 import os
 import pty
 import shutil
@@ -446,3 +447,29 @@ def test_launcher_leaves_workers_the_terminal(place: Place) -> None:
     assert b"told" not in seen
     assert b"rank 0 on a terminal: True" in seen
     assert b"rank 1 on a terminal: True" in seen
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_too_few_open_files_are_said(capsys: pytest.CaptureFixture[str], wrapped: bool) -> None:
+    """Also where a library, or an error of our own, has made something else of it."""
+
+    def verb() -> int:
+        try:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        except OSError as error:
+            if wrapped:
+                raise DataError("The cache directory cannot be used. Set data.cache_dir.") from error
+            raise
+
+    assert exit_codes.run_guarded(verb) == 2
+    (said,) = PARAGRAPH.findall(capsys.readouterr().err)
+    assert said.startswith("Error: Too many open files: a process here may have ")
+    assert "(`ulimit -n 4096`)" in said
+
+
+def test_an_interface_that_is_not_there(place: Place) -> None:
+    with place.fork_server.start("ddp", place.folder, str(place.recipe()), env={"GLOO_SOCKET_IFNAME": "ib7"}) as ranks:
+        assert ranks.wait() == [2, 2]
+        assert_said(
+            ranks.output(0), "GLOO_SOCKET_IFNAME is ib7, an interface that this machine does not have. There are"
+        )

@@ -5,10 +5,12 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import datasets
 import filelock
 import numpy as np
 import pytest
@@ -17,6 +19,8 @@ from harness import RUN_S
 from finetune.config.recipe import validate_recipe
 from finetune.data.prepare import PreparedData, prepare_data
 from finetune.data.prepared_cache import STATE_VERSION, Cache
+from finetune.data.sources import corpus
+from finetune.data.tokenization import token_files, tokenizer
 from finetune.utils.atomic_files import digest_of, file_digest, read_lines
 from finetune.utils.errors import DataError
 from tests.support.ranks import Place
@@ -315,6 +319,54 @@ def test_a_report_from_the_cache_names_the_files_that_are_there(tmp_path: Path, 
     assert f"{old}, line 1: " in written
     assert ("line 2" in written) == (kind == "chat")
     assert json.dumps(asdict(other)) == written.replace(str(old), str(new))
+
+
+@pytest.mark.parametrize(
+    ("kind", "killed"), [(".jsonl", True), *((kind, False) for kind in (".jsonl", ".csv", ".parquet", ".txt", "saved"))]
+)
+def test_a_file_that_changes_while_it_is_read_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, killed: bool
+) -> None:
+    """Overwritten in place and put back, with its times: its digest is what it was, and what was read is not."""
+    texts = datasets.Dataset.from_dict({"text": [f"Once there were {number} foxes." for number in range(300)]})
+    file = tmp_path / f"texts{kind}"
+    if kind == "saved":
+        texts.save_to_disk(file)
+    elif kind == ".txt":
+        file.write_text("\n".join(texts["text"]))
+    else:
+        {".jsonl": texts.to_json, ".csv": texts.to_csv, ".parquet": texts.to_parquet}[kind](file)
+    held = file if file.is_file() else next(file.glob("*.arrow"))
+    content, times = held.read_bytes(), held.stat()
+    readings: list[Path] = []
+    states: list[Path] = []
+    monkeypatch.setattr(token_files, "write_json", lambda path, _: states.append(path))
+    if killed:  # a build would go on with each document
+        monkeypatch.setattr(token_files, "SHARD_BYTES", 1)
+        monkeypatch.setattr(tokenizer, "BATCH_DOCUMENTS", 1)
+
+    def disturbed(read: Any) -> Any:
+        def documents(*arguments: Any) -> Iterator[Any]:
+            readings.append(held)
+            if len(readings) == 1:  # for the tokenizer
+                yield from read(*arguments)
+                return
+            held.write_bytes(content.replace(b"foxes", b"geese"))
+            yield from read(*arguments)
+            held.write_bytes(content)
+            os.utime(held, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+        return documents
+
+    source = [{"path": str(file)}]
+    for name in ("read_file", "_read_dataset"):
+        monkeypatch.setattr(corpus, name, disturbed(getattr(corpus, name)))
+    with pytest.raises(DataError, match=f"{held.name} was changed while it was read"):
+        sample(tmp_path / "cache", train=source)
+    assert not folders(tmp_path / "cache", "tokens")
+    assert states == []
+    monkeypatch.undo()
+    assert sample(tmp_path / "cache", train=source).report.train is not None
 
 
 def test_a_failed_build_leaves_nothing(tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ FAULTY = {
 
 
 PACKED = {**small(), "data": base()["data"]}
-RUNS: dict[str, dict[str, Any]] = {
+LAUNCHED_RUNS: dict[str, dict[str, Any]] = {
     "single": {"none+bf16": FAULTY["none+bf16"]},
     "ddp": FAULTY,
     **{
@@ -143,7 +143,7 @@ def faulty(launcher: Launcher) -> dict[str, Result]:
 @pytest.mark.parametrize(("fault", "precision"), CAUGHT)
 def test_every_fault_is_caught(launcher: Launcher, faulty: dict[str, Result], fault: str, precision: str) -> None:
     if fault in SPLIT:
-        faulty = launcher.many(SPLIT[fault], RUNS[SPLIT[fault]])
+        faulty = launcher.many(SPLIT[fault], LAUNCHED_RUNS[SPLIT[fault]])
     if fault == "lost-sum":
         # The run itself sees that its ranks part.
         run = faulty[f"{fault}+{precision}"]
@@ -161,7 +161,7 @@ def test_all_faults_are_tested() -> None:
 
 
 def test_another_backend_in_bf16_is_on_the_path(launcher: Launcher, faulty: dict[str, Result]) -> None:
-    single = launcher.many("single", RUNS["single"])["none+bf16"].check()
+    single = launcher.many("single", LAUNCHED_RUNS["single"])["none+bf16"].check()
     found = compare_runs(read_finished(single.directory), read_finished(faulty["none+bf16"].directory))
     assert found.holds, found.reasons
     assert found.allowed.kind == "16 bit"

@@ -28,12 +28,12 @@ JOB = base(
 )
 
 
-RUNS = {"fsdp": {"replayed": JOB}}
+LAUNCHED_RUNS = {"fsdp": {"replayed": JOB}}
 
 
 @pytest.fixture(scope="module")
 def sharded(launcher: Launcher) -> Result:
-    return launcher.many("fsdp", RUNS["fsdp"])["replayed"].check()
+    return launcher.many("fsdp", LAUNCHED_RUNS["fsdp"])["replayed"].check()
 
 
 @pytest.fixture(scope="module")

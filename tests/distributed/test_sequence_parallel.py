@@ -103,7 +103,7 @@ def test_other_tasks_are_refused() -> None:
     check_task_splits(recipe, ASKED)
 
 
-RUNS = {"single": {"accumulates": SPLIT["accumulates"]}}
+LAUNCHED_RUNS = {"single": {"accumulates": SPLIT["accumulates"]}}
 
 
 @pytest.mark.xdist_group("split")
@@ -114,5 +114,5 @@ def test_stages_split_rows_too(launcher: Launcher, tmp_path: Path, stage: str) -
     file = tmp_path / "launch.yaml"
     file.write_text(yaml.safe_dump({**launch, "parallelism_config": {"parallelism_config_sp_size": 2}}))
     split = launcher.one(file, SPLIT["accumulates"])
-    assert_same_path(launcher.many("single", RUNS["single"])["accumulates"], split, 1e-4)
+    assert_same_path(launcher.many("single", LAUNCHED_RUNS["single"])["accumulates"], split, 1e-4)
     assert (split.facts["runs"]["kind"], split.facts["runs"]["sequence"]) == (stage, 2)

@@ -1,5 +1,7 @@
 """Runs over several machines are those of one process, whatever the backend and wherever its groups lie."""
 
+import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from harness import Launcher, Result, assert_same_path
 from machines import Machine, Machines, Program, address
 from ranks import PARAGRAPH, by_finetune, launch_file
 from recipes_for_tests import SGD, base
+from testdata import MODEL
 
 from finetune.utils.atomic_files import read_lines
 
@@ -122,3 +125,32 @@ def test_a_run_directory_that_is_not_shared_is_refused_on_each_machine(machines:
             "share."
         ]
         assert "Traceback" not in program.output
+
+
+def test_machines_whose_copies_differ_train_nothing(machines: Machines, tmp_path: Path) -> None:
+    """Three letters of the data, one bit of the base and a rule of the tokenizer on machine 1 are named on both."""
+    data = {**RECIPE["data"], "cache_dir": "cache", "train": [{"path": "own.jsonl"}], "validation": []}
+    recipe = write_recipe(tmp_path, tmp_path / "run", data=data, model={"name": "base"}, tokenizer={})
+    for machine in machines[:2]:
+        lines = [json.dumps({"text": f"Once upon a time there was a fox who had {n} friends."}) for n in range(400)]
+        shutil.copytree(MODEL, machine.folder / "base")
+        if machine.number == 1:
+            lines[7] = lines[7].replace("fox", "cat")
+            weights = machine.folder / "base" / "model.safetensors"
+            content = bytearray(weights.read_bytes())
+            content[-8] ^= 1
+            weights.write_bytes(content)
+            tokenizer = json.loads((machine.folder / "base" / "tokenizer.json").read_text())
+            (machine.folder / "base" / "tokenizer.json").write_text(
+                json.dumps({**tokenizer, "normalizer": {"type": "NFC"}})
+            )
+        (machine.folder / "own.jsonl").write_text("\n".join(lines))
+    programs = start(machines[:2], write_launch_file(tmp_path, "ddp", 2, 1), recipe)
+    for program in programs:
+        assert program.wait() == 2, program.output
+        assert PARAGRAPH.findall(program.output) == [
+            "Error: The ranks do not start from the same inputs, and nothing was trained: machine 1 (m1) has other "
+            "content than machine 0 (m0) in data.train.0, the tokenizer, the rows, model.safetensors. Copy the same "
+            "files to every machine, and let nothing change them while a run starts."
+        ]
+    assert not (tmp_path / "run" / "run.json").exists()

@@ -5,7 +5,7 @@ from harness import Launcher, assert_near_in_bf16, assert_same_path
 from recipes_for_tests import SPLIT, SPLIT_LAYERS, SPLIT_ROWS
 
 JOBS = {"sp": SPLIT_ROWS, "tp": SPLIT_LAYERS, "fsdp_tp": {"qlora": SPLIT_LAYERS["qlora"]}}
-RUNS = {"single": SPLIT, **JOBS}
+LAUNCHED_RUNS = {"single": SPLIT, **JOBS}
 MESHES = {
     "sp": {"data": 1, "sequence": 2, "tensor": 1},
     "tp": {"data": 1, "sequence": 1, "tensor": 2},

@@ -40,12 +40,12 @@ def test_gradients_are_those_of_a_whole_network(compared: list[dict[str, Any]], 
 
 
 SGD_RUN = PARITY["sgd"]
-RUNS = {"fsdp_tp": {"sgd": SGD_RUN}, "tp": {"drift+sgd": {**SGD_RUN, "length": {"steps": 2}}}}
+LAUNCHED_RUNS = {"fsdp_tp": {"sgd": SGD_RUN}, "tp": {"drift+sgd": {**SGD_RUN, "length": {"steps": 2}}}}
 
 
 @pytest.mark.xdist_group("fsdp_tp")
 def test_shares_are_those_of_split_layers(launcher: Launcher) -> None:
-    runs = launcher.many("fsdp_tp", RUNS["fsdp_tp"])["sgd"].check().facts["runs"]
+    runs = launcher.many("fsdp_tp", LAUNCHED_RUNS["fsdp_tp"])["sgd"].check().facts["runs"]
     assert runs["mesh"] == {"data": 2, "sequence": 1, "tensor": 2}
     assert {runs["shares"][f"{name}.weight"] for name in ("q_proj", "o_proj", "up_proj", "down_proj")} == {0.25}
     assert {runs["shares"][f"{name}.weight"] for name in ("embed_tokens", "lm_head", "norm")} == {0.5}
@@ -54,7 +54,7 @@ def test_shares_are_those_of_split_layers(launcher: Launcher) -> None:
 @pytest.mark.xdist_group("tp")
 def test_copies_that_drift_apart_are_seen_when_they_are_saved(launcher: Launcher) -> None:
     # Before the weights of the first steps are compared.
-    run = launcher.many("tp", RUNS["tp"])["drift+sgd"]
+    run = launcher.many("tp", LAUNCHED_RUNS["tp"])["drift+sgd"]
     assert run.code == 2
     assert "Ranks that share layers (tp_size) have come to hold different values" in run.output
     assert not list((run.directory / "checkpoints").glob("step-*"))

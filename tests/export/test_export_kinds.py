@@ -45,7 +45,7 @@ JOBS = {
     "full": base(model={"config": ARCHITECTURES["mixtral"]["model"]["config"]}, **SHORT),
     "lora": {**base(lora={"rank": 4, "dora": True}, **SHORT), "model": {"name": MODEL}},
 }
-RUNS = dict.fromkeys(("fsdp", "zero3"), JOBS)
+LAUNCHED_RUNS = dict.fromkeys(("fsdp", "zero3"), JOBS)
 
 
 @pytest.mark.parametrize("name", list(JOBS))

@@ -15,7 +15,7 @@ from finetune.tasks.causal_lm import CAUSAL_LM, causal_lm_logits
 from finetune.utils import errors
 
 BACKENDS = [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in ("ddp", "fsdp", "zero2", "zero3")]
-RUNS = dict.fromkeys(("single", "ddp", "fsdp", "zero2", "zero3"), ARCHITECTURES)
+LAUNCHED_RUNS = dict.fromkeys(("single", "ddp", "fsdp", "zero2", "zero3"), ARCHITECTURES)
 DECODERS = ["llama_tied", "gpt2", "qwen3", "gemma3", "mixtral"]
 
 

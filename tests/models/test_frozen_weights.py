@@ -238,7 +238,7 @@ def jobs_for(folder: Path) -> dict[str, Any]:
     }
 
 
-def RUNS(launcher: Launcher) -> dict[str, Any]:
+def LAUNCHED_RUNS(launcher: Launcher) -> dict[str, Any]:
     return dict.fromkeys(("single", "ddp", "fsdp", "zero2", "zero3"), jobs_for(launcher.shared / "stored"))
 
 

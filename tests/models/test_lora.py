@@ -46,7 +46,7 @@ JOBS = dict.fromkeys(("fsdp", "zero3"), ADAPTERS) | dict.fromkeys(
 )
 JOBS |= {name: {k: v for k, v in ADAPTERS.items() if k not in left_out} for name, left_out in SHARED.items()}
 JOBS = {name: {**jobs, **(TALKS if name in ("ddp", "fsdp", "zero3") else {})} for name, jobs in JOBS.items()}
-RUNS: dict[str, dict[str, Any]] = {
+LAUNCHED_RUNS: dict[str, dict[str, Any]] = {
     **JOBS,
     "single": {
         **ADAPTERS,
@@ -56,7 +56,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "thin": THIN,
     },
 }
-RUNS["fsdp"] = {**JOBS["fsdp"], "adapter_seed+plain": ADAPTERS["plain"]}
+LAUNCHED_RUNS["fsdp"] = {**JOBS["fsdp"], "adapter_seed+plain": ADAPTERS["plain"]}
 PAIRS = [
     pytest.param(backend, name, marks=pytest.mark.xdist_group(backend))
     for backend, jobs in JOBS.items()
@@ -65,7 +65,7 @@ PAIRS = [
 
 
 def launched(launcher: Launcher, backend: str, name: str) -> Result:
-    return launcher.many(backend, {name: RUNS[backend][name]})[name]
+    return launcher.many(backend, {name: LAUNCHED_RUNS[backend][name]})[name]
 
 
 def digests(run: Result) -> dict[str, dict[str, str]]:

@@ -472,7 +472,7 @@ def parted(folder: Path) -> Path:
     return spoil(made(folder / "tied", "llama", tie_word_embeddings=True), folder / "parted", add)
 
 
-def RUNS(launcher: Launcher) -> dict[str, Any]:
+def LAUNCHED_RUNS(launcher: Launcher) -> dict[str, Any]:
     folder = launcher.shared / "parted-ends"
     with FileLock(f"{folder}.lock"):
         if not folder.exists():
@@ -486,7 +486,7 @@ def RUNS(launcher: Launcher) -> dict[str, Any]:
 @pytest.mark.parametrize("backend", [pytest.param(b, marks=pytest.mark.xdist_group(b)) for b in TIED])
 def test_ends_that_differ_in_the_file_are_trained_and_written_as_two(launcher: Launcher, backend: str) -> None:
     """What transformers itself computes with the file is where every backend starts; `model/` is what it trained."""
-    folder, jobs = launcher.shared / "parted-ends", RUNS(launcher)[backend]
+    folder, jobs = launcher.shared / "parted-ends", LAUNCHED_RUNS(launcher)[backend]
     tree, runs = jobs["parted"], launcher.many(backend, jobs)
     run = runs["parted"].check()
     wrong = run_losses(folder / "parted", launcher, tree, tied=True)

@@ -307,3 +307,11 @@ def test_a_run_that_skipped_nothing_says_so(tmp_path: Path, capsys: pytest.Captu
     assert done.facts["results"]["skipped"] == []
     assert main.main(["audit", str(done.directory)]) == 0
     assert "skipped" not in capsys.readouterr().out
+
+
+def test_a_run_that_has_skipped_every_step_has_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer steps than may be skipped in a row."""
+    monkeypatch.setenv("TROUBLE", json.dumps({"loss": {str(row): "nan" for row in range(200)}}))
+    with pytest.raises(DivergedError, match=r"Each of the run's 3 steps had .* Nothing was learned, and no model is"):
+        run_here(mlp(tmp_path / "run", task={"name": "troubled_task:mlp"}, length={"steps": 3}))
+    assert not (tmp_path / "run" / "model").exists()

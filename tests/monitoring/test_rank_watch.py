@@ -2,14 +2,13 @@
 
 import json
 import re
+import signal
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 import yaml
 from forkserver import ForkServer, until
 from harness import LIMIT_S, RUN_S
@@ -22,6 +21,7 @@ from finetune.config.recipe_schema import GuardSection
 from finetune.monitoring import rank_watch
 from finetune.monitoring.rank_progress import (
     RANKS,
+    START,
     OwnWork,
     Position,
     find_straggler,
@@ -100,16 +100,9 @@ class Ranks:
         monkeypatch.setattr(
             rank_watch, "send_alert", lambda guard, event, text, facts: self.alerts.append((event, text))
         )
-        backend = SimpleNamespace(world_size=number, device=torch.device("cpu"))
+        monkeypatch.setattr(rank_watch, "warn", self.lines.append)
         self.watches = [
-            RankWatch(
-                GuardSection(**guard),
-                SimpleNamespace(**vars(backend), rank=rank),  # type: ignore[arg-type]
-                folder,
-                step=0,
-                warn=self.lines.append,
-            )
-            for rank in range(number)
+            RankWatch(GuardSection(**guard), folder, rank=rank, world_size=number) for rank in range(number)
         ]
         for watch in self.watches:
             watch._name = "watch"
@@ -122,6 +115,9 @@ class Ranks:
 
     def read(self, names: list[str]) -> dict[str, Any]:
         return {name: self.notes[name] for name in names if name in self.notes}
+
+    def read_failure(self) -> None:
+        return None
 
     def work(self, *busy: float) -> None:
         """Each rank takes ten steps, of one second each, in which it works so long."""
@@ -165,8 +161,11 @@ def test_phases_have_their_own_limits(tmp_path: Path, monkeypatch: pytest.Monkey
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     watch.mark("forward")
-    # What is compiled or built in the first step may take any time.
-    assert watch._limit_s() is None
+    # What is loaded, or compiled in the first step, takes longer than a step.
+    assert watch._limit_s() == 120.0
+    watch.mark(START)
+    assert watch._limit_s() == 120.0
+    watch.mark("forward")
     watch.step_taken(1)
     assert watch._limit_s() == 20.0
     now[0] += 3.0
@@ -249,6 +248,46 @@ def test_ranks_that_come_no_further(
     assert recorded["entries"][-1]["profiling_name"].startswith("gloo:")
     if trouble == "collective":
         assert "in _wait_for_others" in (folder / "rank-1.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("at", "where"), [(-1, "All are before the first step, loading"), (0, "Others are at step 1, in `")]
+)
+def test_a_stall_before_the_first_step_is_done_ends(
+    fork_server: ForkServer, recipe: Path, tmp_path: Path, at: int, where: str
+) -> None:
+    """In the rehearsal that precedes it, and in the step itself."""
+    env = {"TROUBLE": json.dumps({"collective": {"rank": 1, "at": at}, "answer_s": LIMIT_S})}
+    with fork_server.start("ddp", tmp_path, str(recipe), env=env) as ranks:
+        assert ranks.wait() == [1, 1]
+        (paragraph,) = set(PARAGRAPH.findall(ranks.output()))
+    assert re.search(rf"No rank has come further for \d+ s\. .*{where}", paragraph), paragraph
+
+
+def test_ctrl_c_ends_what_comes_no_further(fork_server: ForkServer, recipe: Path, tmp_path: Path) -> None:
+    """Long before `guard.grace_s` is over, which is for saving."""
+    hung = tmp_path / "hung"
+    env = {"TROUBLE": json.dumps({"collective": {"rank": 1, "at": 0, "file": str(hung)}, "hung_s": 1.0})}
+    with fork_server.start("ddp", tmp_path, str(recipe), "guard.stall_s=null", "guard.grace_s=3600", env=env) as ranks:
+        until(hung.exists, LIMIT_S, ranks.output)
+        ranks.signal(signal.SIGINT)
+        assert ranks.wait() == [130, 130]
+        said = PARAGRAPH.findall(ranks.output())
+    assert len(said) == 2
+    for text in said:
+        assert re.match(
+            r"Error: asked to stop \(SIGINT\), but this process comes no further \(at step 1, in `\w+`", text
+        )
+
+
+def test_an_error_of_one_rank_ends_the_others(fork_server: ForkServer, recipe: Path, tmp_path: Path) -> None:
+    """No launcher is there that would, and no connection breaks that they look at."""
+    trouble = {"raise": {"rank": 1, "at": 4}, "hang": {"rank": 0, "at": 4}, "alike_s": 0.1, "lost_s": 0.1}
+    env = {"TROUBLE": json.dumps(trouble)}
+    with fork_server.start("ddp", tmp_path, str(recipe), "guard.stall_s=null", env=env) as ranks:
+        assert ranks.wait() == [1, 1]
+        said = ranks.output(0)
+    assert "Rank 0 ends, because another rank is gone: rank 1 has failed: RuntimeError: the task has had enough" in said
 
 
 def test_a_rank_that_computes_longer_is_named_while_it_runs(

@@ -20,7 +20,7 @@ LAUNCHES = {"single": 1, "ddp": 2, "fsdp": 2, "hsdp": 4, "zero1": 2, "zero2": 2,
 # What a plan cannot count: a network that no recipe describes.
 _OWN = {"mlp", "mlp_from_meta"}
 _NETWORKS = {name: recipe for name, recipe in ARCHITECTURES.items() if name not in _OWN}
-RUNS: dict[str, dict[str, Any]] = {
+LAUNCHED_RUNS: dict[str, dict[str, Any]] = {
     **{key: {**_NETWORKS, **ADAPTERS} for key in ("single", "ddp", "fsdp", "zero2", "zero3")},
     **{key: {**ADAPTERS_EVERYWHERE, "adamw": PARITY["adamw"]} for key in ("hsdp", "zero1")},
     "tp": SPLIT_LAYERS,
@@ -50,11 +50,11 @@ def difference(run: Result, name: str, processes: int) -> dict[str, tuple[int, i
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in LAUNCHES])
 def test_state_is_exact_to_the_byte(launcher: Launcher, name: str) -> None:
     """Of the runs that this module names, and of all others of the session that were launched with them."""
-    runs = {**launcher.everything(name), **launcher.many(name, RUNS[name])}
+    runs = {**launcher.everything(name), **launcher.many(name, LAUNCHED_RUNS[name])}
     countable = {job: run for job, run in runs.items() if ":" not in recipe_of(run).task.name}
     wrong = {job: difference(run, name, LAUNCHES[name]) for job, run in countable.items()}
     assert not {job: found for job, found in wrong.items() if found}, "(predicted, read back)"
-    assert len(countable) >= len(RUNS[name])
+    assert len(countable) >= len(LAUNCHED_RUNS[name])
 
 
 @pytest.mark.parametrize("name", ["zero1", "zero3"])

@@ -153,7 +153,7 @@ class Launcher:
     """Launches recipes; a recipe runs once a session under a launch file, whichever tests and workers ask.
 
     The first test that asks for a run under a launch file has all runs launched that the session's tests read under
-    it, in one launch: starting up is most of a short run's time. Such a run is named in `RUNS` of the test's module:
+    it, in one launch: starting up is most of a short run's time. Such a run is named in `LAUNCHED_RUNS` of the test's module:
     recipes by launch file and name, or a function of this launcher that returns them.
 
     Args:
@@ -171,7 +171,7 @@ class Launcher:
         """All runs of the session's tests, by launch file and by `NAME-DIGEST`."""
         found: dict[str, Recipes] = {}
         for module in self.modules:
-            runs = getattr(module, "RUNS", {})
+            runs = getattr(module, "LAUNCHED_RUNS", {})
             for config, jobs in (runs(self) if callable(runs) else runs).items():
                 found.setdefault(config, {}).update({self._key(name, recipe): recipe for name, recipe in jobs.items()})
         return found
@@ -213,7 +213,7 @@ class Launcher:
         return self.many(config, {"run": recipe}, **options)["run"]
 
     def directory(self, config: str, name: str, recipe: dict[str, Any]) -> Path:
-        """The run directory that a recipe of `RUNS` has or will have."""
+        """The run directory that a recipe of `LAUNCHED_RUNS` has or will have."""
         return self._place(config, None, None) / self._key(name, recipe) / name
 
     def _place(self, config: str | Path, processes: int | None, env: dict[str, str] | None) -> Path:

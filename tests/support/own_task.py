@@ -27,7 +27,7 @@ class Points:
         return len(rows)
 
 
-def mlp(width: int = 32, dropout: float = 0.0, meta: bool = False, masked: bool = False) -> Task:
+def mlp(width: int = 32, dropout: float = 0.0, meta: bool = False, masked: bool = False, normed: bool = False) -> Task:
     def network() -> nn.Module:
         layers = _layers()
         if masked:
@@ -38,7 +38,7 @@ def mlp(width: int = 32, dropout: float = 0.0, meta: bool = False, masked: bool 
     def _layers() -> nn.Module:
         return nn.Sequential(
             nn.Linear(8, width),
-            nn.Tanh(),
+            nn.BatchNorm1d(width) if normed else nn.Tanh(),
             nn.Dropout(dropout),
             nn.Linear(width, width),
             nn.Tanh(),

@@ -23,7 +23,7 @@ TIMES = (
     *("tokens_per_s", "step_s", "data_s", "forward_backward_s", "optimizer_s"),
     *("peak_memory_gib", "mfu", "seconds", "time"),
 )
-RUNS = {config: {"adamw": PARITY["adamw"]} for config in FILES}
+LAUNCHED_RUNS = {config: {"adamw": PARITY["adamw"]} for config in FILES}
 
 
 def lines(ended: Result) -> list[dict[str, Any]]:
@@ -32,8 +32,8 @@ def lines(ended: Result) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("config", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in FILES])
 def test_it_takes_the_path_of_a_real_launch_to_the_bit(launcher: Launcher, config: str) -> None:
-    forked = launcher.many(config, RUNS[config])["adamw"]
-    real = Launcher(launcher.shared / "really", launch_really).many(config, RUNS[config])["adamw"]
+    forked = launcher.many(config, LAUNCHED_RUNS[config])["adamw"]
+    real = Launcher(launcher.shared / "really", launch_really).many(config, LAUNCHED_RUNS[config])["adamw"]
     assert lines(forked) == lines(real)
     assert forked.weights.keys() == real.weights.keys()
     assert all(torch.equal(tensor, real.weights[name]) for name, tensor in forked.weights.items())

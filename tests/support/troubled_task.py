@@ -8,12 +8,13 @@ The others say on which rank, and at which of its micro-batches (counted from 0 
   hang, raise, memory, kill, stop
                     {"rank", "at"}: waits forever; raises; asks for more memory than there is; SIGKILLs itself
   collective, lock  {"rank", "at"}: waits in a collective that other ranks do not begin; keeps Python's lock for ever.
-                    Both in the forward pass
+                    Both in the forward pass; `file` says that it is there
   late              {"rank", "s"}: computes that much longer in each forward pass
 Each happens once if it has a "once": a file that is made when it has happened.
 `asked` is a file that is made when this process has been asked to stop.
 `compared_s` is how often the work of ranks is compared, `answer_s` how long whoever ends a stalled run waits,
-`lost_s` how long one that has lost another waits for its launcher, `same_s` how long all requests to stop are one.
+`lost_s` how long one that has lost another waits for its launcher, `same_s` how long all requests to stop are one,
+`hung_s` how long Ctrl-C waits for a rank that comes no further, `alike_s` how long ranks have to fail as another did.
 `validation` is how many rows there are to evaluate on, `wait_s` makes each micro-batch take that long.
 """
 
@@ -38,6 +39,8 @@ from finetune.utils import exit_codes, signals
 _LIMITS = {
     "compared_s": (rank_watch, "_COMPARED_S"),
     "answer_s": (rank_watch, "_ANSWER_S"),
+    "hung_s": (rank_watch, "_HUNG_S"),
+    "alike_s": (rank_watch, "_ALIKE_S"),
     "lost_s": (exit_codes, "_LOST_PATIENCE_S"),
     "same_s": (signals, "SAME_REQUEST_S"),
 }
@@ -143,6 +146,8 @@ class _Slow:
                 pass
         for kind, wait in (("collective", self._wait_for_others), ("lock", self._keep_lock)):
             if (one := self.trouble.get(kind)) and one["rank"] == rank and one["at"] == number:
+                if "file" in one:
+                    Path(one["file"]).touch()
                 wait()
 
     def _wait_for_others(self) -> None:

@@ -164,7 +164,7 @@ def sees_images(**model: Any) -> dict[str, Any]:
 
 
 FROZEN = sees_images(freeze=list(FOR_IMAGES))
-RUNS = {
+LAUNCHED_RUNS = {
     "single": {"unused": sees_images(), "frozen": FROZEN},
     "fsdp": {"unused": sees_images()},
     **{key: {"frozen": FROZEN} for key in ("ddp", "zero2")},
@@ -173,7 +173,7 @@ RUNS = {
 
 @pytest.mark.xdist_group("fsdp")
 def test_fsdp_leaves_parts_that_are_not_used_as_they_are(launcher: Launcher) -> None:
-    single, other = (launcher.many(config, RUNS["fsdp"])["unused"] for config in ("single", "fsdp"))
+    single, other = (launcher.many(config, LAUNCHED_RUNS["fsdp"])["unused"] for config in ("single", "fsdp"))
     assert_same_path(single, other, 1e-4)
     assert any("vision_tower" in name for name in other.weights)
 
@@ -185,7 +185,7 @@ def test_parts_that_are_not_used_are_refused_where_they_would_not_stay(
     refused = launcher.one(config, sees_images())
     assert refused.code != 0
     assert re.search(rf"take no part in the loss, and .*{why}.*: {', '.join(FOR_IMAGES)}\. Freeze", refused.output)
-    assert_same_path(*(launcher.many(name, RUNS[config])["frozen"] for name in ("single", config)), 1e-4)
+    assert_same_path(*(launcher.many(name, LAUNCHED_RUNS[config])["frozen"] for name in ("single", config)), 1e-4)
 
 
 def test_fsdp_refuses_them_where_it_would_not_leave_them(launcher: Launcher) -> None:

@@ -23,14 +23,14 @@ JOBS = {
 }
 
 
-RUNS = {
+LAUNCHED_RUNS = {
     "single": JOBS,
     **{kind: {name: job for name, job in JOBS.items() if name not in LEFT_OUT.get(kind, ())} for kind in KINDS},
 }
 
 
 def runs(launcher: Launcher, kind: str) -> dict[str, Result]:
-    return launcher.many(kind, RUNS[kind])
+    return launcher.many(kind, LAUNCHED_RUNS[kind])
 
 
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.xdist_group(kind)) for kind in KINDS])

@@ -90,12 +90,12 @@ HALVES = {**PARITY["sgd"], "optim": {**PARITY["sgd"]["optim"], "reduce_dtype": "
 
 
 HALVING = ("ddp", "fsdp", "zero1", "zero2", "zero3", "tp")
-RUNS = {key: {"bf16_sums": HALVES} for key in ("single", *HALVING)}
+LAUNCHED_RUNS = {key: {"bf16_sums": HALVES} for key in ("single", *HALVING)}
 
 
 @pytest.mark.parametrize("config", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in HALVING])
 def test_sums_in_bf16_are_near_those_in_fp32(launcher: Launcher, config: str) -> None:
-    single, run = (launcher.many(name, RUNS[name])["bf16_sums"].check() for name in ("single", config))
+    single, run = (launcher.many(name, LAUNCHED_RUNS[name])["bf16_sums"].check() for name in ("single", config))
     assert run.facts["runs"]["reduce_dtype"] == "bfloat16"
     apart = np.abs(run.series("grad_norm") / single.series("grad_norm") - 1)
     assert 1e-6 < apart.max() < 1e-2

@@ -44,12 +44,12 @@ LOWER = {
     "schedule": {"warmup_steps": 4},
     "precision": "fp32",
 }
-RUNS = {"fsdp": {"before": {**LOWER, "length": {"steps": 0}}, "after": {**LOWER, "length": {"steps": 40}}}}
+LAUNCHED_RUNS = {"fsdp": {"before": {**LOWER, "length": {"steps": 0}}, "after": {**LOWER, "length": {"steps": 40}}}}
 
 
 @pytest.mark.xdist_group("fsdp")
 def test_fine_tuning_lowers_the_loss_on_lower_cased_stories(launcher: Launcher) -> None:
     """The pretrained model has never seen a lower-cased story; 40 steps teach it."""
-    runs = launcher.many("fsdp", RUNS["fsdp"])
+    runs = launcher.many("fsdp", LAUNCHED_RUNS["fsdp"])
     before, after = (runs[name].check().validation() for name in ("before", "after"))
     assert before - after >= 0.3, (before, after)

@@ -8,10 +8,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import own_task
 import pytest
 import torch
+import yaml
+from forkserver import ForkServer
 from harness import ROOT, Launcher, Result
-from inside import ONE_RANK, early_stopping, evaluate_batches, run_here
+from inside import ONE_RANK, early_stopping, evaluate_batches, mlp, run_here
 from recipes_for_tests import base
 from testdata import MODEL
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -336,7 +340,7 @@ def marked(*names: str) -> list[Any]:
     return [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in names]
 
 
-RUNS = {**dict.fromkeys(("single", "fsdp", "zero3"), ALL), "tp": {"texts": JOBS["texts"]}}
+LAUNCHED_RUNS = {**dict.fromkeys(("single", "fsdp", "zero3"), ALL), "tp": {"texts": JOBS["texts"]}}
 
 
 def predictions(run: Result) -> list[dict[str, Any]]:
@@ -365,7 +369,7 @@ def test_every_backend_predicts_alike(launcher: Launcher, backend: str) -> None:
 
 @pytest.mark.xdist_group("tp")
 def test_ranks_that_share_layers_write_the_same_texts(launcher: Launcher) -> None:
-    single, split = launcher.many("single", ALL)["texts"], launcher.many("tp", RUNS["tp"])["texts"]
+    single, split = launcher.many("single", ALL)["texts"], launcher.many("tp", LAUNCHED_RUNS["tp"])["texts"]
     assert predictions(split) == predictions(single)
     assert {name: values(split)[f"validation_{name}"] for name in TEXTS} == {
         name: values(single)[f"validation_{name}"] for name in TEXTS
@@ -440,3 +444,26 @@ def test_a_request_to_stop_ends_generation(tmp_path: Path) -> None:
 def test_an_own_function_that_fails_later_ends_the_run(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="'own_metrics:fails_later' ends in ZeroDivisionError"):
         run_here({**texts(metrics=["own_metrics:fails_later"]), "output": {"dir": str(tmp_path / "run")}})
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param(name, marks=pytest.mark.xdist_group(f"metrics_{name}"))
+        for name in ("ddp", "fsdp", "zero2", "zero3")
+    ],
+)
+def test_what_is_evaluated_is_what_is_written(fork_server: ForkServer, tmp_path: Path, backend: str) -> None:
+    """Also of batch norms, whose statistics each rank has of its own rows: rank 0's are in the model."""
+    normed = {"task": {"name": "own_task:mlp", "args": {"normed": True}}}
+    file = tmp_path / "recipe.yaml"
+    file.write_text(yaml.safe_dump(mlp(tmp_path / "run", **normed)))
+    code, output = fork_server.launch(backend, file)
+    assert code == 0, output
+    task = own_task.mlp(normed=True)
+    network = task.build_model(validate_recipe(mlp(tmp_path / "run", **normed)), None).eval()
+    network.load_state_dict(Result(0, output, tmp_path / "run").weights)
+    rows = np.arange(33)
+    with torch.no_grad():
+        loss = task.loss_sum(network, own_task.Points(33, 2).batch(rows)).item() / len(rows)
+    assert Result(0, output, tmp_path / "run").validation() == pytest.approx(loss, rel=1e-5)

@@ -94,7 +94,7 @@ def jobs_of(launcher: Launcher) -> dict[str, dict[str, Any]]:
 FEW = ("micro_2", "dropout")
 
 
-def RUNS(launcher: Launcher) -> dict[str, Any]:
+def LAUNCHED_RUNS(launcher: Launcher) -> dict[str, Any]:
     jobs = jobs_of(launcher)
     few = {name: jobs[name] for name in FEW}
     return {"single": jobs, **dict.fromkeys(("ddp", "fsdp", "zero2", "zero3"), few)}

@@ -36,7 +36,7 @@ def jobs(backend: str) -> dict:
 
 
 FAULTS = {f"{fault}+padded": PARITY["padded"] for fault in ("rank_factor", "accumulation_factor", "mean_of_means")}
-RUNS = {
+LAUNCHED_RUNS = {
     "single": {**PARITY, **SPLITS, "wide": WIDE},
     **{backend: jobs(backend) for backend in BACKENDS},
     "ddp": {**jobs("ddp"), **FAULTS},

@@ -14,7 +14,7 @@ from finetune.utils.errors import RecipeError
 
 _SHORT = {"length": {"steps": 8}, "eval": {"at_end": False}}
 JOBS = {"plain": base(**_SHORT), "profiled": base(**_SHORT, log={"every_steps": 1, "profile": 2})}
-RUNS = {"ddp": JOBS}
+LAUNCHED_RUNS = {"ddp": JOBS}
 
 
 @pytest.mark.xdist_group("ddp")

@@ -55,7 +55,7 @@ def job(file: str, **sections: Any) -> dict[str, Any]:
 BACKENDS = [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in ("ddp", "fsdp", "zero3")]
 
 
-def RUNS(launcher: Launcher) -> dict[str, Any]:
+def LAUNCHED_RUNS(launcher: Launcher) -> dict[str, Any]:
     file = launcher.shared / "numbers.jsonl"
     with FileLock(f"{file}.lock"):
         if not file.exists():
@@ -69,7 +69,7 @@ def RUNS(launcher: Launcher) -> dict[str, Any]:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_backend_takes_the_single_process_path(launcher: Launcher, backend: str) -> None:
-    jobs = RUNS(launcher)[backend]
+    jobs = LAUNCHED_RUNS(launcher)[backend]
     for name in jobs:
         single, other = launcher.many("single", jobs)[name], launcher.many(backend, jobs)[name]
         assert_same_path(single, other, 1e-4)

@@ -138,7 +138,7 @@ def test_loss_and_gradients_are_those_of_labels(tmp_path: Path, name: str) -> No
 BACKENDS = [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in ("ddp", "fsdp", "zero3")]
 
 
-def RUNS(launcher: Launcher) -> dict[str, Any]:
+def LAUNCHED_RUNS(launcher: Launcher) -> dict[str, Any]:
     place = launcher.shared / "seq2seq"
     with FileLock(f"{place}.lock"):
         if not place.exists():
@@ -168,7 +168,7 @@ def RUNS(launcher: Launcher) -> dict[str, Any]:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_backend_takes_the_single_process_path(launcher: Launcher, backend: str) -> None:
     """Losses, figures of evaluations, samples, and texts written for prompts, of which ranks have unlike numbers."""
-    jobs = RUNS(launcher)[backend]
+    jobs = LAUNCHED_RUNS(launcher)[backend]
     for name in jobs:
         single, other = launcher.many("single", jobs)[name], launcher.many(backend, jobs)[name]
         assert_same_path(single, other, 1e-4)

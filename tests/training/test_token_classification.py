@@ -103,7 +103,7 @@ def data_of(tmp_path: Path, records: Any = None, **sections: Any) -> TaskData:
 BACKENDS = [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in ("ddp", "fsdp", "zero3")]
 
 
-def RUNS(launcher: Launcher) -> dict[str, Any]:
+def LAUNCHED_RUNS(launcher: Launcher) -> dict[str, Any]:
     place = launcher.shared / "tagged"
     with FileLock(f"{place}.lock"):
         if not place.exists():
@@ -121,7 +121,7 @@ def RUNS(launcher: Launcher) -> dict[str, Any]:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_backend_takes_the_single_process_path(launcher: Launcher, backend: str) -> None:
     """Figures of spans are those of one process: rows lie on several ranks, and in batches of other widths."""
-    jobs = RUNS(launcher)[backend]
+    jobs = LAUNCHED_RUNS(launcher)[backend]
     for name in jobs:
         single, other = launcher.many("single", jobs)[name], launcher.many(backend, jobs)[name]
         assert_same_path(single, other, 1e-4)

@@ -16,18 +16,18 @@ WHOLE = base(**SHORT)
 ADAPTED = base(**SHORT, lora={"rank": 2})
 # Of launch configs, the processes that hold the same weights.
 BACKENDS = {"single": 1, "ddp": 2, "fsdp": 1, "zero2": 2, "zero3": 1}
-RUNS: dict[str, dict[str, Any]] = {
+LAUNCHED_RUNS: dict[str, dict[str, Any]] = {
     name: {"whole": WHOLE, "adapted": ADAPTED, "stuck+whole": WHOLE, "thawed+adapted": ADAPTED} for name in BACKENDS
 }
 for _name in ("ddp", "zero2"):
-    RUNS[_name]["drift+whole"] = WHOLE
+    LAUNCHED_RUNS[_name]["drift+whole"] = WHOLE
 for _name in ("single", "fsdp"):
-    RUNS[_name]["lost_steps+adapted"] = ADAPTED
-RUNS["single"]["one_step"] = {**ADAPTED, "length": {"steps": 1}}
+    LAUNCHED_RUNS[_name]["lost_steps+adapted"] = ADAPTED
+LAUNCHED_RUNS["single"]["one_step"] = {**ADAPTED, "length": {"steps": 1}}
 
 
 def ended(launcher: Launcher, backend: str, name: str) -> Result:
-    return launcher.many(backend, {name: RUNS[backend][name]})[name]
+    return launcher.many(backend, {name: LAUNCHED_RUNS[backend][name]})[name]
 
 
 def marked(*names: str) -> list[Any]:

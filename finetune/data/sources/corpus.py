@@ -7,7 +7,7 @@ import itertools
 import json
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,7 +35,7 @@ from finetune.data.sources.readers import (
 from finetune.data.sources.streams import MAX_DOCUMENT_BYTES, Meter, require_encodable
 from finetune.data.synthetic import story_generator
 from finetune.utils import json_files
-from finetune.utils.atomic_files import file_digest
+from finetune.utils.atomic_files import file_digest, file_state
 from finetune.utils.errors import DataError
 from finetune.utils.exact import exact_product
 
@@ -64,6 +64,8 @@ class Corpus:
     """Formats of its files, where there are several, and what beside them is not read."""
     meter: Meter = field(default_factory=Meter)
     """The part of `size` that has been read."""
+    states: Mapping[Path, Sequence[int]] = field(default_factory=dict)
+    """The `file_state` of each file from before it was digested for `content`."""
 
     @property
     def fingerprint(self) -> dict[str, Any]:
@@ -80,7 +82,8 @@ class Corpus:
         """Reads from the start, in a fixed order.
 
         Raises:
-            DataError: If something in the source cannot be read, or a text holds half a character (a lone surrogate).
+            DataError: If something in the source cannot be read, or has changed meanwhile, or a text holds half a
+                character (a lone surrogate).
         """
         self.meter.done = 0
         for document in itertools.islice(self._read(self.meter), self.source.limit):
@@ -89,6 +92,18 @@ class Corpus:
             for label in (document.label, *(document.tags or ())):
                 require_encodable(label, document.where, f"field '{self.fields.label}'")
             yield document
+        self.check_unchanged()
+
+    def check_unchanged(self) -> None:
+        """Raises a `DataError` if a file may hold something else than `content` says, or has in the meantime."""
+        for path, state in self.states.items():
+            with refuse_unreadable(path):
+                if file_state(path) != state:
+                    raise DataError(
+                        f"{path} was changed while it was read, so that what was read of it is of no one version. "
+                        "Start again once nothing writes to it; a program that writes it anew should write another "
+                        "file, and rename that."
+                    )
 
 
 def open_source(
@@ -136,6 +151,7 @@ def open_source(
     files = find_files(source.path, source.split)
     if len(files) == 1 and files[0].is_dir():
         return _open_saved(source, files[0], fields)
+    states = {path: _state_of(path) for path in files}
     content = [[path.suffix.lower(), _hash_file(path)] for path in files]
 
     kinds = Counter(path.suffix.lower() for path in files)
@@ -159,7 +175,7 @@ def open_source(
     left_out = data_files_below(Path(source.path))[1] if Path(source.path).is_dir() else []
     more = f" and {len(left_out) - 1:,} more" if len(left_out) > 1 else ""
     notes = [formats] * bool(formats) + [f"not read: {path.name}{more}" for path in left_out[:1]]
-    return Corpus(source, source.path, named, content, read, places, size, "; ".join(notes))
+    return Corpus(source, source.path, named, content, read, places, size, "; ".join(notes), states=states)
 
 
 def _open_saved(source: Source, folder: Path, fields: Fields) -> Corpus:
@@ -185,6 +201,7 @@ def _open_saved(source: Source, folder: Path, fields: Fields) -> Corpus:
                 f"The data set in {inner} lists the file {name!r}, which is not a file in that directory. Save it "
                 "again with `datasets`' save_to_disk."
             )
+    states = {inner / name: _state_of(inner / name) for name in listed}
     content = [[name, _hash_file(inner / name)] for name in sorted(listed)]
     if fields.label is not None:
         names = _read_saved(inner, "dataset_info.json", lambda info: class_names(info.get("features"), fields))
@@ -199,7 +216,7 @@ def _open_saved(source: Source, folder: Path, fields: Fields) -> Corpus:
             raise DataError(f"The data set in {inner} cannot be opened: {reason_of(error)}. Save it again.") from error
         return _read_dataset(dataset, fields, str(folder))
 
-    return Corpus(source, str(source.path), fields, content, read, (str(folder),))
+    return Corpus(source, str(source.path), fields, content, read, (str(folder),), states=states)
 
 
 def _read_saved(folder: Path, name: str, take: Callable[[Any], Any]) -> Any:
@@ -256,6 +273,11 @@ def _open_sample(source: Source, count: int, fields: Fields) -> Corpus:
 
     name = f"built-in sample ({count} {kinds})"
     return Corpus(source, name, fields, content, read, (name,))
+
+
+def _state_of(path: Path) -> list[int]:
+    with refuse_unreadable(path):
+        return file_state(path)
 
 
 def _hash_file(path: Path) -> str:

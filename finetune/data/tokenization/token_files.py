@@ -401,6 +401,7 @@ class Shards:
         self._open += sum(len(item.text) for item in batch)
         self._bar.advance(len(batch), self._before() + batch[-1].read)
         if self._open >= SHARD_BYTES:
+            self._corpora[self._source].check_unchanged()
             state = {
                 "version": STATE_VERSION,
                 "source": self._source,

@@ -174,13 +174,13 @@ def _differences(section: str, first: MachineFacts, other: MachineFacts) -> Iter
     elif section in ("code", "own_code"):
         files = sorted(
             name + (" (missing)" if theirs is None else " (only there)" if ours is None else "")
-            for name, (ours, theirs) in _both(getattr(first, section), getattr(other, section))
+            for name, (ours, theirs) in unequal(getattr(first, section), getattr(other, section))
         )
         if files:
             more = f" and {len(files) - 3} more" if len(files) > 3 else ""
             yield f"{_escaped(', '.join(files[:3]))}{more} on {{}} differ from those on machine {first.rank}"
     elif section == "versions":
-        for name, (ours, theirs) in _both(first.versions, other.versions):
+        for name, (ours, theirs) in unequal(first.versions, other.versions):
             # A build of torch for another device computes, and connects, otherwise.
             if name == "torch" or _minor(ours) != _minor(theirs):
                 yield f"{name} is {theirs} on {{}}, and {ours} on machine {first.rank}"
@@ -189,11 +189,11 @@ def _differences(section: str, first: MachineFacts, other: MachineFacts) -> Iter
 
 
 def _values(first: MachineFacts, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[str]:
-    for key, (own, other) in _both(ours, theirs):
+    for key, (own, other) in unequal(ours, theirs):
         yield f"{_escaped(f'{key} is {_shown(other)}')} on {{}}, and {_escaped(_shown(own))} on machine {first.rank}"
 
 
-def _both(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[tuple[str, tuple[Any, Any]]]:
+def unequal(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[tuple[str, tuple[Any, Any]]]:
     """Yields keys that have another value in each of two mappings, with both values."""
     for key in dict.fromkeys((*ours, *theirs)):
         pair = ours.get(key), theirs.get(key)
@@ -237,7 +237,7 @@ def find_warnings(machines: Sequence[MachineFacts], clocks_s: Mapping[int, float
     for other in machines[1:]:
         pairs = [
             f"{name} {theirs} ({ours})"
-            for name, (ours, theirs) in _both(first.versions, other.versions)
+            for name, (ours, theirs) in unequal(first.versions, other.versions)
             if name != "torch" and _minor(ours) == _minor(theirs)
         ]
         if pairs:

@@ -87,6 +87,7 @@ def named_interface(found: NetworkInterface, env: Mapping[str, str]) -> NetworkI
     Raises:
         BackendError: If the named one is not there.
     """
+    check_named(env)
     name = env.get(VARIABLES[0], "").split(",")[0]
     if not name:
         return found
@@ -95,11 +96,21 @@ def named_interface(found: NetworkInterface, env: Mapping[str, str]) -> NetworkI
     addresses = [entry.address.partition("%")[0] for entry in there.get(name, []) if entry.family == family]
     if not addresses:
         raise BackendError(
-            f"{VARIABLES[0]} is {name}, an interface that this machine does not have, or that has no address of the "
-            f"kind of main_process_ip. There are {', '.join(sorted(there))}. Correct it, or unset it: the interface "
-            f"that reaches machine 0 is found ({found.name or found.address})."
+            f"{VARIABLES[0]} is {name}, an interface that has no address of the kind of main_process_ip. Correct "
+            f"it, or unset it: the interface that reaches machine 0 is found ({found.name or found.address})."
         )
     return NetworkInterface(name, addresses[0], found.peer)
+
+
+def check_named(env: Mapping[str, str]) -> None:
+    """Raises a `BackendError` if the environment names an interface for gloo that this machine does not have."""
+    there = psutil.net_if_addrs()
+    for name in filter(None, env.get(VARIABLES[0], "").split(",")):
+        if name not in there:
+            raise BackendError(
+                f"{VARIABLES[0]} is {name}, an interface that this machine does not have. There are "
+                f"{', '.join(sorted(there))}. Correct it, or unset it: the interface that reaches machine 0 is found."
+            )
 
 
 def interface_variables(found: NetworkInterface, env: Mapping[str, str]) -> dict[str, str]:
