@@ -211,8 +211,8 @@ def test_ds_config_that_contradicts(place: Place) -> None:
         "the default of optim.clip_norm, of which the recipe says nothing, makes it 1.0.",
         "ds.json says train_batch_size: 64, the recipe's batch.global_size makes it 4.",
         "ds.json says bf16.enabled: True, the recipe's precision makes it False.",
-        "ds.json has 'optimizer', which the recipe's optim and schedule decide.",
-        "ds.json has 'scheduler', which the recipe's optim and schedule decide.",
+        "which the recipe's optim and schedule decide; the same in the recipe: optim: {name: AdamW}.",
+        "schedule: {name: constant} (whose warm-up is linear, not logarithmic).",
     ):
         assert sum(line.startswith("  ") and line.endswith(says) for line in problems) == 1, spoken
     assert 'write "auto"' in advice

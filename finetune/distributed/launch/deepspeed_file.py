@@ -57,51 +57,107 @@ MEANINGS = {
 }
 """The keys whose values matter here, dotted: meaning and unit."""
 
-# Of each section the keys besides those with a meaning. DeepSpeed itself refuses unknown ones of other sections.
-# Source: deepspeed 0.19.
-_OTHER_KEYS = {
+# Of each section the keys that are passed on unread: they change speed, logs and DeepSpeed's own checkpoints, which are
+# not written here. DeepSpeed itself refuses unknown ones of other sections. Source: deepspeed 0.19.
+_PASSED_ON = {
     "": (
-        "managed_gradient_accumulation gradient_allreduce_op gradient_predivide_factor prescale_gradients "
-        "seq_parallel_communication_data_type disable_allgather steps_per_print wall_clock_breakdown memory_breakdown "
-        "dump_state log_level disable_python_gc dataloader_drop_last vocabulary_size zero_allow_untested_optimizer "
-        "zero_force_ds_cpu_optimizer use_data_before_expert_parallelism autotuning data_efficiency datastates_ckpt "
-        "expert_parallel hybrid_engine pipeline tensor_parallel weight_quantization comms_logger "
-        "compile tensorboard wandb csv_monitor comet timers"
+        "gradient_predivide_factor prescale_gradients steps_per_print wall_clock_breakdown memory_breakdown dump_state "
+        "log_level disable_python_gc vocabulary_size zero_allow_untested_optimizer zero_force_ds_cpu_optimizer "
+        "comms_logger tensorboard wandb csv_monitor comet timers"
     ),
+    # Answered with the recipe's keys, see `deepspeed_config`.
     "optimizer": "type params legacy_fusion",
     "scheduler": "type params",
-    "data_types": "param_dtype buffer_dtype keep_in_fp32_modules",
-    "activation_checkpointing": (
-        "partition_activations contiguous_memory_optimization cpu_checkpointing number_checkpoints "
-        "synchronize_checkpoint_boundary profile"
-    ),
     "flops_profiler": "enabled recompute_fwd_factor profile_step module_depth top_modules detailed output_file",
     "aio": "block_size queue_depth intra_op_parallelism single_submit overlap_events use_gds",
     "checkpoint": (
         "tag_validation checkpoint_serialization writer load_universal use_node_local_storage parallel_write"
     ),
     "zero_optimization": (
-        "reduce_scatter use_multi_rank_bucket_allreduce allgather_partitions compute_grad_norm load_from_fp32_weights "
-        "elastic_checkpoint sub_group_size cpu_offload_param cpu_offload_use_pin_memory cpu_offload "
-        "stage3_model_persistence_threshold stage3_max_live_parameters stage3_max_reuse_distance "
-        "stage3_gather_16bit_weights_on_model_save stage3_module_granularity_threshold "
-        "stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential stage3_gather_fp16_weights_on_model_save "
-        "ignore_unused_parameters legacy_stage1 round_robin_gradients parameter_alignment zero_hpz_partition_size "
-        "zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients memory_efficient_linear "
-        "pipeline_loading_checkpoint override_module_apply log_trace_cache_warnings enable_sanity_checks "
-        "save_muon_momentum_buffer_in_memory zenflow leaf_module"
+        "reduce_scatter use_multi_rank_bucket_allreduce allgather_partitions load_from_fp32_weights elastic_checkpoint "
+        "sub_group_size cpu_offload_param cpu_offload_use_pin_memory cpu_offload stage3_model_persistence_threshold "
+        "stage3_max_live_parameters stage3_max_reuse_distance stage3_gather_16bit_weights_on_model_save "
+        "stage3_module_granularity_threshold stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential "
+        "stage3_gather_fp16_weights_on_model_save ignore_unused_parameters round_robin_gradients "
+        "memory_efficient_linear pipeline_loading_checkpoint override_module_apply log_trace_cache_warnings "
+        "enable_sanity_checks save_muon_momentum_buffer_in_memory leaf_module"
     ),
-    "zero_optimization.offload_optimizer": (
-        "cpuadam_cores_perc fast_init pipeline_read pipeline_write ratio super_offload"
-    ),
-    "bf16": "bf16_master_weights_and_grads bf16_optimizer_states check_grad_overflow immediate_grad_update",
+    "zero_optimization.offload_optimizer": "cpuadam_cores_perc fast_init pipeline_read pipeline_write",
+    "bf16": "check_grad_overflow immediate_grad_update",
     "fp16": (
-        "auto_cast consecutive_hysteresis fp16_master_weights_and_grads hysteresis initial_scale_power loss_scale "
-        "loss_scale_window min_loss_scale"
+        "auto_cast consecutive_hysteresis hysteresis initial_scale_power loss_scale loss_scale_window min_loss_scale"
     ),
 }
 
-# Of earlier versions of DeepSpeed, and what says the same.
+_DTYPES = "the recipe's precision decides dtypes, and trained weights and their optimiser state are fp32"
+_REFUSED = {
+    "activation_checkpointing": "no network calls it; set model.gradient_checkpointing in the recipe",
+    "autotuning": "it would train other batches than the recipe's; set batch.micro_size: auto in the recipe",
+    "compile": "set model.compile in the recipe",
+    "data_efficiency": "it would change rows and drop tokens; the recipe decides what is learned",
+    "data_types.buffer_dtype": _DTYPES,
+    "data_types.keep_in_fp32_modules": _DTYPES,
+    "data_types.param_dtype": _DTYPES,
+    "dataloader_drop_last": "rows come from the recipe's data",
+    "datastates_ckpt": "checkpoints are finetune's own",
+    "disable_allgather": "ranks would compute with weights that the others have not sent",
+    "expert_parallel": "experts split over ranks are not offered",
+    "gradient_allreduce_op": "gradients are averaged over ranks, and the loss is scaled for that",
+    "hybrid_engine": "generating while training is not offered",
+    "managed_gradient_accumulation": "the training loop relies on it",
+    "pipeline": "pipeline parallelism is not offered",
+    "seq_parallel_communication_data_type": "rows are not split by DeepSpeed; set sp_size in the launch file",
+    "tensor_parallel": (
+        "layers would be split over ranks that read other rows. Take accelerate_configs/fsdp_tp.yaml, which splits them"
+    ),
+    "use_data_before_expert_parallelism": "experts split over ranks are not offered",
+    "weight_quantization": "set model.quantization in the recipe",
+    "bf16.bf16_master_weights_and_grads": _DTYPES,
+    "bf16.bf16_optimizer_states": _DTYPES,
+    "fp16.fp16_master_weights_and_grads": _DTYPES,
+    "zero_optimization.compute_grad_norm": "each step's gradient norm is read",
+    "zero_optimization.legacy_stage1": "DeepSpeed runs one stage 1 only",
+    "zero_optimization.parameter_alignment": "its padding is not known to checkpoints and plans",
+    "zero_optimization.zenflow": "weights would be updated later than the step that computed their gradients",
+    "zero_optimization.zero_hpz_partition_size": (
+        "a second copy of the weights in each group of ranks is not planned or verified. Take "
+        "accelerate_configs/hsdp.yaml, which shards within groups"
+    ),
+    "zero_optimization.zero_quantized_weights": "weights would be rounded on their way to other ranks",
+    "zero_optimization.zero_quantized_nontrainable_weights": "set model.quantization in the recipe",
+    "zero_optimization.zero_quantized_gradients": "gradients would be rounded; set optim.reduce_dtype in the recipe",
+    "zero_optimization.offload_optimizer.ratio": "optimiser state on both host and device is not planned or verified",
+    "zero_optimization.offload_optimizer.super_offload": "steps would be taken before their gradient norm is known",
+}
+"""Keys that DeepSpeed acts on and nothing here reads or verifies, dotted, with the reason; as DeepSpeed's default they
+may stand."""
+
+_DEFAULTS: dict[str, Any] = {
+    "data_types.keep_in_fp32_modules": "auto",
+    "gradient_allreduce_op": "mean",
+    "managed_gradient_accumulation": True,
+    "seq_parallel_communication_data_type": "fp32",
+    "zero_optimization.compute_grad_norm": True,
+}
+
+# Of earlier versions of DeepSpeed, and what stands in their place.
+_REMOVED = {
+    "amp": "set precision in the recipe",
+    "compression_training": "",
+    "curriculum_learning": "",
+    "eigenvalue": "",
+    "elasticity": "for machines that come and go, start `finetune launch --nnodes MIN:MAX`",
+    "graph_harvesting": "",
+    "nebula": "checkpoints are finetune's own",
+    "progressive_layer_drop": "",
+    "quantize_training": "set model.quantization in the recipe",
+    "sparse_attention": "set model.attention in the recipe",
+    "sparse_gradients": "",
+    "zero_optimization.mics_hierarchical_params_gather": "",
+    "zero_optimization.mics_shard_size": "take accelerate_configs/hsdp.yaml, which shards within groups",
+    "zero_optimization.zeropp_loco_param": "",
+}
+
 _DEPRECATED = {
     "zero_optimization.cpu_offload": 'offload_optimizer: {"device": "cpu"}',
     "zero_optimization.cpu_offload_param": 'offload_param: {"device": "cpu"}',
@@ -133,6 +189,11 @@ def read_deepspeed_file(path: str, file: str | None) -> tuple[str, dict[str, Any
         raise BackendError(f"{place}: {other}")
     problems = [*_rename(config), *_unknown(config)]
     problems += [(key, f"deprecated; write {new}") for key, new in _DEPRECATED.items() if key in flat(config)]
+    problems += [
+        (key, f"is not read here: {reason}. Take it out")
+        for key, reason in _REFUSED.items()
+        if _acts(key, _value_of(config, key))
+    ]
     if problems:
         lines = places(place)
         reported = [f"{place_of(key, place, lines)}: {key}: {what}" for key, what in problems]
@@ -169,8 +230,8 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def known_keys(section: str) -> list[str]:
     """Returns the keys of a section, "" being the top; none where what is below it is not looked at."""
     prefix = f"{section}." if section else ""
-    below = (key.removeprefix(prefix) for key in (*MEANINGS, *_OTHER_KEYS) if key and key.startswith(prefix))
-    return list(dict.fromkeys([*(key.split(".")[0] for key in below), *_OTHER_KEYS.get(section, "").split()]))
+    below = (key.removeprefix(prefix) for key in (*MEANINGS, *_REFUSED, *_PASSED_ON) if key and key.startswith(prefix))
+    return list(dict.fromkeys([*(key.split(".")[0] for key in below), *_PASSED_ON.get(section, "").split()]))
 
 
 def _rename(config: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -191,7 +252,25 @@ def _unknown(tree: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, 
     known = known_keys(section)
     for name, value in tree.items():
         key = f"{section}.{name}".removeprefix(".")
-        if name not in known:
+        if key in _REMOVED:
+            yield key, "; ".join(filter(None, ("DeepSpeed has removed it, so take it out", _REMOVED[key])))
+        elif name not in known:
             yield key, f"unknown key{hint(name, known) or ' (allowed: ' + ', '.join(known) + ')'}"
         elif isinstance(value, dict) and known_keys(key):
             yield from _unknown(value, key)
+
+
+def _value_of(tree: Any, key: str) -> Any:
+    for name in key.split("."):
+        tree = tree.get(name) if isinstance(tree, dict) else None
+    return tree
+
+
+def _acts(key: str, value: Any) -> bool:
+    """Tells if a value changes what DeepSpeed does; of a section, if any value of it would."""
+    if isinstance(value, dict):
+        return value.get("enabled") is not False and any(_acts("", each) for each in value.values())
+    if key in _DEFAULTS:
+        return value not in (None, _DEFAULTS[key])
+    # A group of one rank, and a ratio of 1, are none.
+    return value is True or value not in (None, False, 0, 1)

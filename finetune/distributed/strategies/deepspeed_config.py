@@ -5,6 +5,8 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import yaml
+
 from finetune.config.provenance import flat, gives_key
 from finetune.config.recipe_schema import Recipe
 from finetune.distributed.launch.launch_config import Launch, name_deepspeed_device
@@ -75,9 +77,11 @@ def complete_config(launch: Launch, recipe: Recipe, *, precision: str, accumulat
             _set(config, key, value)
         elif written[key] != value and key in values:
             contradictions.append(f"{place} says {key}: {written[key]}, {_decider(recipe, key)} makes it {value}")
-    for key in ("optimizer", "scheduler"):
+    for key, words in (("optimizer", _optimizer_words), ("scheduler", _schedule_words)):
         if key in config:
-            contradictions.append(f"{place} has '{key}', which the recipe's optim and schedule decide")
+            says = words(config[key]) if isinstance(config[key], dict) else ""
+            more = f"; the same in the recipe: {says}" if says else ""
+            contradictions.append(f"{place} has '{key}', which the recipe's optim and schedule decide{more}")
     if written.get("torch_autocast.enabled") and precision != "bf16":
         contradictions.append(f"{place} says torch_autocast.enabled: true, {said_of_precision(recipe, precision)}")
     if contradictions:
@@ -91,6 +95,44 @@ def complete_config(launch: Launch, recipe: Recipe, *, precision: str, accumulat
         )
     _offload_needs_adamw(config, recipe, place)
     return config
+
+
+def _optimizer_words(section: Mapping[str, Any]) -> str:
+    """Returns the recipe's keys that say what DeepSpeed's section `optimizer` does; what is `auto` is left out."""
+    name = {"Adam": "AdamW", "Lamb": "LAMB"}.get(str(section.get("type")), section.get("type"))
+    given = {key: value for key, value in (section.get("params") or {}).items() if value not in (AUTO, None)}
+    # DeepSpeed's Adam is AdamW, unless told otherwise; these choose between its implementations.
+    if not given.pop("adam_w_mode", True):
+        name = "Adam"
+    other = ("lr", "weight_decay", "torch_adam", "bias_correction")
+    args = {key: value for key, value in given.items() if key not in other}
+    says = {"name": name} | {key: given[key] for key in ("lr", "weight_decay") if key in given}
+    return f"optim: {_yaml(says | ({'args': args} if args else {}))}"
+
+
+def _schedule_words(section: Mapping[str, Any]) -> str:
+    """Returns the recipe's keys that say what DeepSpeed's section `scheduler` does; "" if none do.
+
+    Source: deepspeed 0.19, `runtime/lr_schedules.py`.
+    """
+    given = {key: value for key, value in (section.get("params") or {}).items() if value not in (AUTO, None)}
+    name = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}.get(str(section.get("type")))
+    if name is None:
+        return ""
+    says: dict[str, Any] = {"name": name}
+    if "warmup_num_steps" in given:
+        says["warmup_steps"] = given["warmup_num_steps"]
+    if name != "constant":
+        says["floor"] = given.get("cos_min_ratio", 0.0001) if name == "cosine" else 0.0
+    more = f", and optim.lr: {given['warmup_max_lr']}" if "warmup_max_lr" in given else ""
+    if given.get("warmup_type", "log") != "linear":
+        more += " (whose warm-up is linear, not logarithmic)"
+    return f"schedule: {_yaml(says)}{more}"
+
+
+def _yaml(values: Mapping[str, Any]) -> str:
+    """Returns a mapping as a recipe has it, on one line."""
+    return yaml.safe_dump(dict(values), default_flow_style=True, sort_keys=False, width=1000).strip()
 
 
 def _decider(recipe: Recipe, key: str) -> str:
