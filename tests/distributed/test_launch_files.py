@@ -105,11 +105,11 @@ def test_keys_that_deepspeed_acts_on_are_read_or_refused(place: Place) -> None:
     """Of its own list of keys each is read here, passed on because it changes no number, or refused with a reason."""
     from deepspeed.runtime import config, constants
 
-    for key, reason in deepspeed_file._REFUSED.items():
+    for key, reason in deepspeed_file.TABLE["refused"].items():
         section, _, name = key.rpartition(".")
         assert name in deepspeed_file.known_keys(section), key
-        assert name not in deepspeed_file._PASSED_ON.get(section, "").split(), key
-        for value, acts in ((2, True), (deepspeed_file._DEFAULTS.get(key, False), False)):
+        assert name not in deepspeed_file.TABLE["passed_on"].get(section, "").split(), key
+        for value, acts in ((2, True), (deepspeed_file.TABLE["defaults"].get(key, False), False)):
             tree: dict[str, Any] = {"zero_optimization": {"stage": 2}}
             below = tree
             for parent in section.split(".") if section else ():
@@ -118,12 +118,12 @@ def test_keys_that_deepspeed_acts_on_are_read_or_refused(place: Place) -> None:
             file = str(place.ds_launch_file(tree))
             with pytest.raises(BackendError, match=re.escape(reason)) if acts else nullcontext():
                 predict_environment(file, {}, ALONE)
-    assert deepspeed_file._DEFAULTS["gradient_allreduce_op"] == constants.GRADIENT_ALLREDUCE_OP_DEFAULT
+    assert deepspeed_file.TABLE["defaults"]["gradient_allreduce_op"] == constants.GRADIENT_ALLREDUCE_OP_DEFAULT
     assert constants.MANAGED_GRADIENT_ACCUMULATION_DEFAULT
     if hasattr(config, "_REMOVED_ZERO_CONFIG_KEYS"):
         removed = {*config._REMOVED_TOP_LEVEL_CONFIG_KEYS}
         removed |= {f"zero_optimization.{name}" for name in config._REMOVED_ZERO_CONFIG_KEYS}
-        assert removed == deepspeed_file._REMOVED.keys()
+        assert removed == deepspeed_file.TABLE["removed"].keys()
 
 
 @pytest.mark.parametrize(

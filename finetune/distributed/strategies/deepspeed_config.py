@@ -27,6 +27,11 @@ _FITTED = (
     "zero_optimization.offload_param.buffer_size",
 )
 
+# Sections of DeepSpeed's that are the recipe's; schedules and keys of optimisers by their names there.
+_SECTIONS = {"optimizer": "optim", "scheduler": "schedule"}
+_SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+_OWN = ("lr", "weight_decay")
+
 # Keys of the recipe that decide a value.
 DECIDES = {
     "train_batch_size": "batch.global_size",
@@ -77,11 +82,10 @@ def complete_config(launch: Launch, recipe: Recipe, *, precision: str, accumulat
             _set(config, key, value)
         elif written[key] != value and key in values:
             contradictions.append(f"{place} says {key}: {written[key]}, {_decider(recipe, key)} makes it {value}")
-    for key, words in (("optimizer", _optimizer_words), ("scheduler", _schedule_words)):
+    for key in _SECTIONS:
         if key in config:
-            says = words(config[key]) if isinstance(config[key], dict) else ""
-            more = f"; the same in the recipe: {says}" if says else ""
-            contradictions.append(f"{place} has '{key}', which the recipe's optim and schedule decide{more}")
+            words = _recipe_words(key, config[key])
+            contradictions.append(f"{place} has '{key}', which the recipe's optim and schedule decide{words}")
     if written.get("torch_autocast.enabled") and precision != "bf16":
         contradictions.append(f"{place} says torch_autocast.enabled: true, {said_of_precision(recipe, precision)}")
     if contradictions:
@@ -97,42 +101,31 @@ def complete_config(launch: Launch, recipe: Recipe, *, precision: str, accumulat
     return config
 
 
-def _optimizer_words(section: Mapping[str, Any]) -> str:
-    """Returns the recipe's keys that say what DeepSpeed's section `optimizer` does; what is `auto` is left out."""
-    name = {"Adam": "AdamW", "Lamb": "LAMB"}.get(str(section.get("type")), section.get("type"))
-    given = {key: value for key, value in (section.get("params") or {}).items() if value not in (AUTO, None)}
-    # DeepSpeed's Adam is AdamW, unless told otherwise; these choose between its implementations.
-    if not given.pop("adam_w_mode", True):
-        name = "Adam"
-    other = ("lr", "weight_decay", "torch_adam", "bias_correction")
-    args = {key: value for key, value in given.items() if key not in other}
-    says = {"name": name} | {key: given[key] for key in ("lr", "weight_decay") if key in given}
-    return f"optim: {_yaml(says | ({'args': args} if args else {}))}"
+def _recipe_words(key: str, section: Any) -> str:
+    """Returns the recipe's keys that say what a section `optimizer` or `scheduler` does; "" if none do.
 
-
-def _schedule_words(section: Mapping[str, Any]) -> str:
-    """Returns the recipe's keys that say what DeepSpeed's section `scheduler` does; "" if none do.
-
-    Source: deepspeed 0.19, `runtime/lr_schedules.py`.
+    Source: deepspeed 0.19, `runtime/lr_schedules.py`; its Adam is AdamW, unless told otherwise.
     """
-    given = {key: value for key, value in (section.get("params") or {}).items() if value not in (AUTO, None)}
-    name = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}.get(str(section.get("type")))
-    if name is None:
+    if not isinstance(section, dict):
         return ""
-    says: dict[str, Any] = {"name": name}
-    if "warmup_num_steps" in given:
-        says["warmup_steps"] = given["warmup_num_steps"]
-    if name != "constant":
-        says["floor"] = given.get("cos_min_ratio", 0.0001) if name == "cosine" else 0.0
-    more = f", and optim.lr: {given['warmup_max_lr']}" if "warmup_max_lr" in given else ""
-    if given.get("warmup_type", "log") != "linear":
-        more += " (whose warm-up is linear, not logarithmic)"
-    return f"schedule: {_yaml(says)}{more}"
-
-
-def _yaml(values: Mapping[str, Any]) -> str:
-    """Returns a mapping as a recipe has it, on one line."""
-    return yaml.safe_dump(dict(values), default_flow_style=True, sort_keys=False, width=1000).strip()
+    given = {name: value for name, value in (section.get("params") or {}).items() if value not in (AUTO, None)}
+    kind, more, says = str(section.get("type")), "", dict[str, Any]()
+    if key == "optimizer":
+        names = {"Adam": "AdamW" if given.pop("adam_w_mode", True) else "Adam", "Lamb": "LAMB"}
+        says = {"name": names.get(kind, kind)} | {name: given.pop(name) for name in _OWN if name in given}
+        # These choose between implementations.
+        args = {name: value for name, value in given.items() if name not in ("torch_adam", "bias_correction")}
+        says |= {"args": args} if args else {}
+    elif kind in _SCHEDULES:
+        says = {"name": _SCHEDULES[kind]}
+        says |= {"warmup_steps": given["warmup_num_steps"]} if "warmup_num_steps" in given else {}
+        says |= {"WarmupDecayLR": {"floor": 0.0}, "WarmupCosineLR": {"floor": given.get("cos_min_ratio", 1e-4)}}.get(
+            kind, {}
+        )
+        more = f", and optim.lr: {given['warmup_max_lr']}" if "warmup_max_lr" in given else ""
+        more += "" if given.get("warmup_type") == "linear" else " (whose warm-up is linear, not logarithmic)"
+    text = yaml.safe_dump(says, default_flow_style=True, sort_keys=False, width=1000).strip()
+    return f"; the same in the recipe: {_SECTIONS[key]}: {text}{more}" if says else ""
 
 
 def _decider(recipe: Recipe, key: str) -> str:
