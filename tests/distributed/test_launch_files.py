@@ -767,8 +767,11 @@ def test_dry_run_of_finetune_launch(place: Place, here: Here, capsys: pytest.Cap
     said = capsys.readouterr().out
     assert re.search(r"^backend +zero2 on 1 process\(es\), from accelerate_configs/zero2\.yaml$", said, re.MULTILINE)
     assert re.search(r"^batch +4 rows = 1 x 2 x 2$", said, re.MULTILINE)
+    assert main.main([*words, "--num_processes", "1", "batch.global_size=3"]) == 0
+    says = r"^batch +3 rows = 1 x 1 x 3; batch.micro_size 2 is 1 here, the largest up to it that divides$"
+    assert re.search(says, capsys.readouterr().out, re.MULTILINE)
     assert main.main([*words, "batch.global_size=3"]) == 2
-    assert "batch.global_size=3 (command line): batch.micro_size: 2 does not divide" in capsys.readouterr().err
+    assert "batch.global_size 3 is not a multiple of the 2 processes that share it" in capsys.readouterr().err
     assert not place.files()
 
 

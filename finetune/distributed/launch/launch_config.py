@@ -121,6 +121,8 @@ class ResolvedConfig:
     """Dtype that the network computes in: fp32, bf16 or fp16."""
     accumulation: int
     """Micro-batches an optimiser step and process."""
+    micro_size: int
+    """Rows of a micro-batch: at most the recipe's; 1 while that is `auto`."""
     ds_config: dict[str, Any]
     """The DeepSpeed config, completed from the recipe; empty for other backends."""
 
