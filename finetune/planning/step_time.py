@@ -230,7 +230,7 @@ def predict_time(candidate: Candidate, variant: Variant, machines: Machines, ste
     )
 
 
-# Bytes a second of a machine; None: the GPU's own link. Assumed, not measured: an AdamW step is bound by host memory, of
+# Bytes a second of a machine; None: the GPU's own link. Assumed, not measured: AdamW is bound by host memory, of
 # which it reads and writes 28 bytes a parameter, and reaches 128 GB/s on two sockets; a disk is one NVMe SSD.
 _HOST_SPEEDS = {"host_copy": None, "host_step": 128e9, "disk": 5e9}
 
