@@ -137,6 +137,7 @@ class _Preparation:
         self._numbers, self._tagged, self._targets = numbers, tagged, targets
         self._paired = any(source.pair_field is not None for source in (*recipe.data.train, *recipe.data.validation))
         self._cache = Cache(Path(recipe.data.cache_dir), quiet=quiet)
+        self._encoder: Encoder | ChatEncoder | None = None
         self._reused = True
         self._tolerance = Tolerance(lenient=recipe.checks.max_broken > 0)
 
@@ -220,7 +221,7 @@ class _Preparation:
 
     def estimate_rows(self) -> int:
         """Estimates the training rows from each source's first documents; without a tokenizer, a token is 3 bytes."""
-        data, rows, encoder = self._data, 0.0, getattr(self, "_encoder", None)
+        data, rows, encoder = self._data, 0.0, self._encoder
         for corpus in self._train_corpora:
             documents = corpus.documents()
             texts = [document.text.encode() for document in itertools.islice(documents, _SAMPLED)]
@@ -355,6 +356,9 @@ class _Preparation:
         held = self._held(corpora, rules)
         places = [place for corpus in corpora for place in corpus.places]
 
+        assert self._encoder is not None
+        encode_all = self._encoder.encode_all
+
         def build(folder: Path) -> dict[str, Any]:
             self._tolerance.restore({}, None)  # training a tokenizer has read the same records
             with documents_bar("tokenising", [corpus.size for corpus in corpora], quiet=self._quiet) as bar:
@@ -362,7 +366,7 @@ class _Preparation:
                     folder,
                     corpora,
                     rules,
-                    self._encoder.encode_all,
+                    encode_all,
                     num_ids=self._num_ids,
                     around=(bos, eos),
                     restore=partial(tokenizer.restore_text, self._tokenizer),

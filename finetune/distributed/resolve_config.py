@@ -59,8 +59,10 @@ def micro_rows(recipe: Recipe, world: int) -> int:
         world: Data ranks, over which the global batch comes out even.
     """
     share, most = recipe.batch.global_size // world, recipe.batch.rows
-    # An evaluation has no share.
-    return most if recipe.length.steps == 0 else max(size for size in divisors(share) if size <= most)
+    # An evaluation has no share, nor do more ranks than rows, which are refused.
+    if recipe.length.steps == 0 or share == 0:
+        return most
+    return max(size for size in divisors(share) if size <= most)
 
 
 def derive_accumulation(recipe: Recipe, world: int, processes: int | None = None) -> int:

@@ -298,6 +298,10 @@ def test_a_micro_batch_is_that_of_data_ranks() -> None:
     assert micro == {name: min(8, 16 // launch.data_ranks) for name, launch in plan.launches.items()}
     assert (micro["ddp"], micro["sp"], micro["fsdp_tp_sp"]) == (2, 4, 8)
     assert plan.advice.changes == ()
+    few = planned(sections(batch={"global_size": 4, "micro_size": 2}))
+    assert {name for name in few.launches if few.candidates[name, "full"].memory is None} == {
+        name for name, launch in few.launches.items() if launch.data_ranks > 4
+    }
     refused = planned(sections(batch={"global_size": 15, "micro_size": 1}))
     assert {candidate.verdict for candidate in refused.candidates.values()} == {"refused"}
     assert "not a multiple" in refused.candidates["ddp", "full"].reason
