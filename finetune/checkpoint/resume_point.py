@@ -184,11 +184,13 @@ def compare_with_previous(allow: tuple[str, ...], directory: RunDirectory, now: 
         run_fingerprint.compare_identities(known, now, allowed, place=str(directory.path))
 
 
-def kept_micro_size(allow: tuple[str, ...], directory: RunDirectory) -> int | None:
+def kept_micro_size(recipe: Recipe, directory: RunDirectory) -> int | None:
     """Returns the size of micro-batches that a resumed run has to keep; None if it is free to choose."""
-    free = {run_fingerprint.MICRO_SIZE, "batch"}.intersection(allow)
-    saved = None if free else (directory.previous or {}).get("identity", {}).get(run_fingerprint.MICRO_SIZE)
-    return None if saved is None else int(saved)
+    before, asked = directory.previous or {}, recipe.batch.micro_size
+    saved, facts = before.get("identity", {}).get(run_fingerprint.MICRO_SIZE), before.get("micro_size")
+    same = asked in ("auto", facts.get("asked") if isinstance(facts, dict) else facts)
+    free = {run_fingerprint.MICRO_SIZE, "batch"}.intersection(recipe.resume.allow)
+    return None if saved is None or free or not same else int(saved)
 
 
 def choose_resume_point(

@@ -1,6 +1,5 @@
 """The launch file that fits a recipe on this machine, as `finetune plan` recommends it."""
 
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -66,9 +65,7 @@ def choose_launch(recipe: Recipe, machines: Machines) -> LaunchChoice:
         name, file = candidate.name, str(candidate.launch.file)
     else:
         name = "ddp" if machines.ranks > 1 else "single"
-        share, micro = recipe.batch.global_size // machines.ranks, recipe.batch.rows
-        changes = () if share % micro == 0 else (f"batch.micro_size={math.gcd(share, micro)}",)
-        file, reason = launch_file(name), UNPLANNED
+        file, reason, changes = launch_file(name), UNPLANNED, ()
     written = read_launch_file(file)
     if written.num_machines > 1:
         raise RecipeError(

@@ -10,6 +10,8 @@ from finetune.data.source_survey import row_length_for
 _STEPS, _STEPS_AN_EPOCH, _FEW_STEPS = 100, 20, 50
 _MOST_EPOCHS = 5
 _ROWS, _LENGTH = 16, 1024
+# Processes that a batch should be shared by as it is, so that another launch file is all that changes.
+_SHARED_BY = 8
 # Below this many documents, a smaller share would hold out next to none.
 _FEW_DOCUMENTS = 2000
 _MOST_TOO_LONG = 0.03
@@ -76,7 +78,9 @@ def size_recipe(
         num_rows = min(num_rows, int(trained))
     usual_sizes = default_sizes(row_length, ranks)
     smaller = [ranks * 2**n for n in range(10, -1, -1) if ranks * 2**n < usual_sizes.rows]
-    fits = (rows for rows in (usual_sizes.rows, *smaller) if num_rows >= rows * _STEPS_AN_EPOCH)
+    # Steps an epoch with which the run is not called too short; larger batches give more of them.
+    least = {_SHARED_BY: math.ceil(_FEW_STEPS / _MOST_EPOCHS)}
+    fits = (rows for rows in (usual_sizes.rows, *smaller) if num_rows >= rows * least.get(rows, _STEPS_AN_EPOCH))
     rows = next(fits, ranks if num_rows >= ranks else 1)
     an_epoch = max(1, num_rows // rows)
     epochs = min(_MOST_EPOCHS, max(1, math.ceil(_STEPS / an_epoch)))

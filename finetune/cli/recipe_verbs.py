@@ -335,11 +335,12 @@ def plan(parsed: argparse.Namespace) -> None:
     hub_access.go_offline_if_unreachable()
     with quick_imports():
         from finetune.planning import plan_report
-        from finetune.planning.planner import machines_of, make_plan, write_launch_file
+        from finetune.planning.planner import count_rows, machines_of, make_plan, write_launch_file
 
         silence_libraries()
 
-    plan = make_plan(recipe, machines_of(parsed), Path(parsed.configs) if parsed.configs else None, parsed.stored)
+    folder = Path(parsed.configs) if parsed.configs else None
+    plan = make_plan(recipe, machines_of(parsed), folder, parsed.stored, count_rows(recipe))
     console, found = plain_console(), None
     if parsed.trace:
         from finetune.planning.trace import trace_launches

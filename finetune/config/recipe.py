@@ -337,13 +337,6 @@ def _conflicts(recipe: Recipe, tasks: Mapping[str, TaskTraits] | None) -> Iterab
         yield f"length: give exactly one of steps, epochs and tokens (got {', '.join(given) or 'none'})"
     if recipe.batch.micro_size == "auto" and recipe.length.steps == 0:
         yield "batch.micro_size: `auto` tries training steps, and length.steps is 0; give a number"
-    if recipe.batch.global_size % recipe.batch.rows:
-        allowed = ", ".join(map(str, divisors(recipe.batch.global_size)))
-        yield (
-            f"batch.micro_size: {recipe.batch.micro_size} does not divide batch.global_size "
-            f"{recipe.batch.global_size}; sizes that do on one process: {allowed} (several take "
-            "equal shares of it first)"
-        )
     task = (tasks or {}).get(recipe.task.name, TaskTraits())
     yield from task_conflicts(recipe, task)
     for side in ("train", "validation") if recipe.chat is None else ():

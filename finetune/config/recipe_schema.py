@@ -547,9 +547,10 @@ class BatchSection(Section):
         PlainValidator(_size_or_auto, json_schema_input_type=PositiveInt | Literal["auto"]),
         "rows a forward pass and process",
     ] = 8
-    """Rows in one forward pass of one process. Changes memory and speed; it changes what is learned only if the network
-    has batch norms, or dropout, whose masks depend on it. `auto`: the largest that fits, found by trial before the
-    first run of such a model under such a launch."""
+    """The most rows in one forward pass of one process: the largest number up to this is taken that divides the rows
+    of a process. Changes memory and speed; it changes what is learned only if the network has batch norms, or dropout,
+    whose masks depend on it. `auto`: the largest that fits, found by trial before the first run of such a model under
+    such a launch."""
 
     @property
     def rows(self) -> int:
@@ -666,6 +667,10 @@ class Recipe(Section):
     def loss_by_head(self) -> bool:
         """True if the head of a language model may compute the loss, in chunks."""
         return self.model.loss != "plain" and self.task.loss is None
+
+    def with_micro_size(self, rows: int) -> Self:
+        """Returns the recipe with another size of micro-batches."""
+        return self.model_copy(update={"batch": self.batch.model_copy(update={"micro_size": rows})})
 
     @field_validator("tokenizer", "checks", mode="before")
     @classmethod

@@ -1,7 +1,8 @@
 """From a recipe to rows: read, normalise, tokenise, pack, each step kept in the cache under its own key."""
 
+import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ from finetune.data.data_report import (
     TargetReport,
     check_bounds,
 )
-from finetune.data.prepared_cache import Cache, Entry
+from finetune.data.prepared_cache import Cache, Entry, NotPreparedError
 from finetune.data.progress_bar import documents_bar
 from finetune.data.rows import packed_rows
 from finetune.data.rows.packed_rows import TokenRows
@@ -38,6 +39,8 @@ from finetune.utils.atomic_files import digest_of
 from finetune.utils.errors import DataError
 
 _HELD = "held.npy"
+# Documents of a source that an estimate reads.
+_SAMPLED = 1000
 # Counts of a `SplitReport` that come from making rows.
 _OF_ROWS = ("rows", "over_long", "truncated", "dropped", "remainder_rows", "labels_cut")
 
@@ -111,7 +114,12 @@ def prepare_data(
         DataError: If data or tokenizer cannot be used as the recipe says.
     """
     kinds = {"numbers": numbers, "tagged": tagged, "targets": targets}
-    return _Preparation(recipe, labelled, known, longest, quiet=quiet, **kinds).run()
+    preparation = _Preparation(recipe, labelled, known, longest, quiet=quiet, **kinds)
+    try:
+        return preparation.run()
+    except NotPreparedError as error:
+        error.rows = preparation.estimate_rows()
+        raise
 
 
 class _Preparation:
@@ -134,6 +142,7 @@ class _Preparation:
         self._numbers, self._tagged, self._targets = numbers, tagged, targets
         self._paired = any(source.pair_field is not None for source in (*recipe.data.train, *recipe.data.validation))
         self._cache = Cache(Path(recipe.data.cache_dir), quiet=quiet)
+        self._encoder: Encoder | ChatEncoder | None = None
         self._reused = True
         self._tolerance = Tolerance(lenient=recipe.checks.max_broken > 0)
 
@@ -150,7 +159,7 @@ class _Preparation:
                 )
         if self._targets and not self._paired:
             raise DataError("A target is learned for each text: name its column in each source as `pair_field`.")
-        train_corpora = self._open("train")
+        train_corpora = self._train_corpora = self._open("train")
         train_rules = self._rules(data.validation_fraction if data.train and not data.validation else 0.0)
         self._tokenizer = self._find_tokenizer(train_corpora, train_rules)
         self._num_ids = tokenizer.num_ids(self._tokenizer)
@@ -231,6 +240,32 @@ class _Preparation:
         else:
             advice.append(f"set data.long_documents={'truncate' if self._targets else 'split'}")
         return " or ".join(advice) or "cut them into shorter ones"
+
+    def estimate_rows(self) -> int:
+        """Estimates the training rows from each source's first documents; without a tokenizer, a token is 3 bytes."""
+        data, rows, encoder = self._data, 0.0, self._encoder
+        for corpus in self._train_corpora:
+            documents = corpus.documents()
+            texts = [document.text.encode() for document in itertools.islice(documents, _SAMPLED)]
+            if corpus.size and len(texts) == _SAMPLED:
+                count: float = max(_SAMPLED, _SAMPLED * corpus.size / max(1, corpus.meter.done))
+            else:
+                count = corpus.source.sample or len(texts) + sum(1 for _ in documents)
+            if data.packing == "padded":
+                rows += count * corpus.source.weight
+                continue
+            lengths: Iterable[float]
+            if isinstance(encoder, ChatEncoder):
+                lengths = [encoder.encode(text, corpus.name).ids.size for text in texts]
+            else:
+                lengths = [len(text) / 3 for text in texts] if encoder is None else encoder.encode(texts).lengths
+            # Packed rows are filled to some 95 %.
+            cut = data.packing == "documents" and data.long_documents != "split"
+            longest = data.sequence_length if cut else float("inf")
+            each = sum(min(length, longest) for length in lengths) / max(1, len(texts))
+            each /= data.sequence_length * (0.95 if data.packing == "documents" else 1.0)
+            rows += count * corpus.source.weight * each
+        return round(rows if data.validation else rows * (1 - data.validation_fraction))
 
     def _no_row(self) -> str:
         """The end of a sentence on documents that make no row: what decides it, and what to change."""
@@ -343,6 +378,9 @@ class _Preparation:
         held = self._held(corpora, rules)
         places = [place for corpus in corpora for place in corpus.places]
 
+        assert self._encoder is not None
+        encode_all = self._encoder.encode_all
+
         def build(folder: Path) -> dict[str, Any]:
             self._tolerance.restore({}, None)  # training a tokenizer has read the same records
             with documents_bar("tokenising", [corpus.size for corpus in corpora], quiet=self._quiet) as bar:
@@ -350,7 +388,7 @@ class _Preparation:
                     folder,
                     corpora,
                     rules,
-                    self._encoder.encode_all,
+                    encode_all,
                     num_ids=self._num_ids,
                     around=(bos, eos),
                     restore=partial(tokenizer.restore_text, self._tokenizer),

@@ -9,6 +9,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,26 @@ class Entry:
     """Facts that its builder returned."""
     reused: bool
     """True if it was there before, or another process has built it."""
+
+
+_BUILDS = ContextVar("builds", default=True)
+
+
+class NotPreparedError(Exception):
+    """A folder is not there, and none is to be built."""
+
+    rows: int | None = None
+    """An estimate of the training rows."""
+
+
+@contextmanager
+def nothing_built() -> Iterator[None]:
+    """Has folders that are not there raise `NotPreparedError`."""
+    token = _BUILDS.set(False)
+    try:
+        yield
+    finally:
+        _BUILDS.reset(token)
 
 
 class Cache:
@@ -112,6 +133,8 @@ class Cache:
         return Entry(folder, facts, reused=True)
 
     def _build(self, folder: Path, build: Callable[[Path], dict[str, Any]]) -> Entry:
+        if not _BUILDS.get():
+            raise NotPreparedError(str(folder))
         staging = folder.with_name(folder.name + ".part")
         remove_path(folder)
         if not self._can_go_on(staging):

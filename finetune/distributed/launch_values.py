@@ -17,8 +17,9 @@ from finetune.utils import platforms
 _DERIVED = {
     "backend": ("What runs: single, ddp, fsdp, hsdp, zero1, zero2 or zero3.", ""),
     "accumulation": (
-        "Micro-batches that each process adds up for an optimiser step: batch.global_size / (batch.micro_size x "
-        "data ranks). A data rank is a process, or a group of sp_size x tp_size processes that read the same rows.",
+        "Micro-batches that each process adds up for an optimiser step: batch.global_size / (micro-batch x data "
+        "ranks), with the largest micro-batch up to batch.micro_size that divides. A data rank is a process, or a "
+        "group of sp_size x tp_size processes that read the same rows.",
         "micro-batches",
     ),
     "num_threads": ("CPU threads of each process: cores / processes, unless OMP_NUM_THREADS says.", "threads"),
@@ -114,7 +115,7 @@ def _derived(
     recipe: Recipe, foreseen: PredictedEnvironment, settled: ResolvedConfig, here: Devices, env: Mapping[str, str]
 ) -> Iterable[Value]:
     asked, batch = foreseen.launch, recipe.batch
-    split = f"{batch.global_size} / ({batch.micro_size} x {asked.data_ranks})"
+    split = f"{batch.global_size} / ({settled.micro_size} x {asked.data_ranks})"
     why = "nothing is trained" if recipe.length.steps == 0 else split
     accumulation = "auto" if batch.micro_size == "auto" else settled.accumulation
     settings = {

@@ -43,36 +43,49 @@ def resolve_for_devices(recipe: Recipe, launch: Launch, here: Devices, env: Mapp
     check_devices(launch, here, env)
     precision = _pick_precision(recipe, here)
     accumulation = derive_accumulation(recipe, launch.data_ranks, launch.num_processes)
+    rows = micro_rows(recipe, launch.data_ranks)
     _check_planes(recipe, launch, precision, accumulation, env)
-    config = deepspeed_config.complete_config(launch, recipe, precision=precision, accumulation=accumulation)
+    config = deepspeed_config.complete_config(
+        launch, recipe.with_micro_size(rows), precision=precision, accumulation=accumulation
+    )
     refusals.check_packed_weights(recipe, launch, config)
-    return ResolvedConfig(precision, accumulation, config)
+    return ResolvedConfig(precision, accumulation, rows, config)
+
+
+def micro_rows(recipe: Recipe, world: int) -> int:
+    """Returns the rows of a micro-batch: the largest number up to `batch.micro_size` that divides a data rank's share.
+
+    Args:
+        world: Data ranks, over which the global batch comes out even.
+    """
+    share, most = recipe.batch.global_size // world, recipe.batch.rows
+    # An evaluation has no share, nor do more ranks than rows, which are refused.
+    if recipe.length.steps == 0 or share == 0:
+        return most
+    return max(size for size in divisors(share) if size <= most)
 
 
 def derive_accumulation(recipe: Recipe, world: int, processes: int | None = None) -> int:
-    """Returns the micro-batches of an optimiser step and process: global batch / (micro-batch x data ranks).
+    """Returns the micro-batches of an optimiser step and process: global batch / (`micro_rows` x data ranks).
 
     Args:
         world: Data ranks: processes, or groups of processes that read the same rows.
         processes: All of them, for messages; as many as data ranks if left out.
 
     Raises:
-        RecipeError: If it does not come out even, with the sizes that do.
+        RecipeError: If the global batch does not come out even.
     """
-    batch = recipe.batch
+    size = recipe.batch.global_size
     if recipe.length.steps == 0:
         return 1  # nothing is trained, so there is no global batch to fill
-    if batch.global_size % (batch.rows * world) == 0:
-        return batch.global_size // (batch.rows * world)
+    if size % world == 0:
+        return size // (micro_rows(recipe, world) * world)
     split = 1 if processes is None else processes // world
     ranks = "processes" if split == 1 else f"groups of {split} processes"
-    if batch.global_size % world:
-        advice = f"No micro-batch fits: batch.global_size must be a multiple of {world}."
-    else:
-        advice = f"batch.micro_size can be {', '.join(map(str, divisors(batch.global_size // world)))}."
+    near = ", ".join(str(number) for number in (size // world * world, -(-size // world) * world) if number)
     raise RecipeError(
-        f"batch.global_size {batch.global_size} is not a multiple of batch.micro_size {batch.rows} x {world} {ranks} = "
-        f"{batch.rows * world}. {advice}"
+        f"batch.global_size {size} is not a multiple of the {world} {ranks} that share it. Set it to such a number "
+        f"({near}), or take another number of processes."
     )
 
 

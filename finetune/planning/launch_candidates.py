@@ -79,10 +79,15 @@ def assess_candidate(
     lighter = [(launch.ds_config.get(dtype) or {}).get("enabled") is True for dtype in ("bf16", "fp16")]
     if launch.mixed_precision in ("bf16", "fp16") or any(lighter):
         return replace(blank, reason="weights cast to 16 bit by the launch file are not planned")
+    if launch.units == "sized":
+        return replace(blank, reason="units of SIZE_BASED_WRAP are not planned; TRANSFORMER_BASED_WRAP and NO_WRAP are")
     if setting.checkpointed and head_of(recipe) is None:
         return replace(blank, reason="model.gradient_checkpointing does not change a custom task's network")
     try:
         resolved = resolve_for_devices(recipe, launch, Devices(gpus=launch.num_processes), {})
+        # As a run takes it.
+        setting = replace(setting, micro=resolved.micro_size)
+        blank = replace(blank, setting=setting)
         check_task_splits(recipe, launch)
         if launch.tensor > 1 and variant.parts == 1:
             variant = part_of(variant, launch.tensor)
@@ -136,8 +141,8 @@ def state_memory(share: Share, state_bytes: float) -> Memory:
 def resting_places(launch: Launch, share: Share, memory: Memory) -> dict[str, int]:
     """Returns where that rests: bytes on the device, in host memory and on disk."""
     found = {"none": 0, "cpu": 0, "nvme": 0}
-    found[launch.offload_params] += memory.frozen + memory.trained
-    found[launch.offload_optimizer] += memory.optimizer
+    found[launch.offload_params] += memory.frozen + memory.trained - share.masters
+    found[launch.offload_optimizer] += memory.optimizer + share.masters
     found[share.gradients_rest] += memory.gradients
     return {"device": found["none"], "host": found["cpu"], "disk": found["nvme"]}
 
@@ -164,7 +169,8 @@ def peak_memory(
     rows = replace(variant, recipe=variant.recipe.model_copy(update={"data": part}))
     counted = predict_activations(rows, setting, whole=share.keeps_inputs, device=device)
     found = counted or Activations()
-    weights = (memory.frozen + memory.trained) * (launch.offload_params == "none")
+    weights = (memory.frozen + memory.trained - share.masters) * (launch.offload_params == "none")
+    weights += share.masters * (launch.offload_optimizer == "none")
     optimizer = memory.optimizer * (launch.offload_optimizer == "none")
     added = memory.gradients * (share.gradients_rest == "none")
     resting = added if accumulation > 1 or share.gradients_from == "step" else 0

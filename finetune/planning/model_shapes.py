@@ -17,6 +17,7 @@ from finetune.distributed.strategies.prediction import ParamSpec, ParamSpecs
 from finetune.distributed.tensor_facts import DTYPES, width_of
 from finetune.models import chunked_loss, frozen_weights, lora_adapters, pretrained_files, split_layers
 from finetune.models.forward_wrapper import ForwardWrapper
+from finetune.models.model_config import read_pretrained_config
 from finetune.models.quantization import BLOCK, kept_modules
 from finetune.models.split_layers import Division
 from finetune.monitoring.flops import flops_per_target
@@ -292,8 +293,9 @@ def _stored_dtype(recipe: Recipe, network: nn.Module, stored: str | None) -> tor
     folder = pretrained_files.weights_folder(section.name, section.revision)
     if any(folder.glob("*.safetensors")):
         return pretrained_files.stored_dtype(folder)
-    said: Any = lora_adapters.config_of(network).dtype
-    return said if said in (torch.bfloat16, torch.float16) else torch.float32
+    # Of the file: building the network has set it to what is built.
+    written: Any = read_pretrained_config(section).get_text_config().dtype
+    return written if written in (torch.bfloat16, torch.float16) else torch.float32
 
 
 def _packable(network: Any, recipe: Recipe) -> Iterator[Any]:

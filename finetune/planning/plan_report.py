@@ -18,18 +18,6 @@ from finetune.utils.console import plain_table
 
 GIB = 2.0**30
 _COLOURS = {"fits": "green", "tight": "yellow", "no": "red", "refused": "dim"}
-# A letter for where there are no colours, a colour for where there are.
-_PARTS = {
-    "weights": ("W", "blue"),
-    "optimizer": ("O", "cyan"),
-    "gradients": ("G", "magenta"),
-    "activations": ("A", "yellow"),
-    "loss": ("L", "red"),
-    "copies": ("C", "green"),
-    "gathered": ("T", "white"),
-    "buckets": ("B", "bright_black"),
-}
-_WIDTH = 40
 # Below this, a step waits for kernels to start: some thousands of them, at 5 to 10 µs each.
 _STARTS_S = 0.01
 
@@ -58,10 +46,9 @@ def print_plan(plan: Plan, console: Console, *, energy: bool = False) -> None:
         "the margin.",
     )
     own_micro = plan.recipe.batch.rows
-    if plan.setting.micro != own_micro:
-        console.print(
-            f"  All with batch.micro_size={plan.setting.micro}: {own_micro} rows do not fit {machines.ranks} ranks."
-        )
+    for micro in sorted({c.setting.micro for c in plan.candidates.values() if c.memory is not None} - {own_micro}):
+        taking = [n for n in plan.launches if plan.candidates[n, plan.kind].setting.micro == micro]
+        console.print(f"  {', '.join(taking)}: with {micro} rows a micro-batch; {own_micro} do not divide a rank's.")
     if plan.first_size is not None:
         console.print(
             "  batch.micro_size: auto: planned with 1 row, the least; under what is recommended trials begin with "
@@ -73,7 +60,8 @@ def print_plan(plan: Plan, console: Console, *, energy: bool = False) -> None:
     for (name, kind), change in plan.cheapest.items():
         if kind == plan.kind:
             how = f"fits with {change}" if change != recommendations.NOTHING else "nothing that is offered makes it fit"
-            console.print(f"  {name}: {plan.candidates[name, kind].verdict}; {how}")
+            found = plan.candidates[name, kind]
+            console.print(f"  {name}: {found.verdict} ({_largest(found, unit) or 'refused'}); {how}")
     for kind, variant in plan.variants.items():
         if isinstance(variant, str):
             console.print(f"  {kind}: {variant}")
@@ -82,13 +70,14 @@ def print_plan(plan: Plan, console: Console, *, energy: bool = False) -> None:
         console.print(
             f"  {', '.join(each)}: gradients are summed over ranks after each micro-batch, since whole ones do not fit"
         )
-    _bars(plan, console, unit)
+    _by_cost(plan, console, unit)
     advice = plan.advice
     if advice.candidate is None:
         console.print(f"\nRecommended: {advice.reason}")
     else:
         more = f" with {' '.join(advice.changes)}" if advice.changes else ""
         console.print(f"\nRecommended: {advice.candidate.launch.file}{more}: {advice.reason}.")
+        console.print(f"Peak: {_size(advice.candidate.peak, unit)} {unit}, {_largest(advice.candidate, unit)}.")
     _work(plan, console, energy=energy)
     if plan.own_error is not None:
         console.print(plan.own_error.line())
@@ -121,39 +110,44 @@ def _size(size: float, unit: str) -> str:
     return f"{value:,.1f}" if value >= 10 else f"{value:.2f}"
 
 
-def _bars(plan: Plan, console: Console, unit: str) -> None:
-    coloured = console.is_terminal and not console.no_color
-    capacity = plan.machines.gpu.memory_gib * GIB
-    legend = Text(f"\nPeak of {plan.kind} by what it is for, of {plan.machines.gpu.memory_gib:.4g} GiB: ")
-    for part, (letter, colour) in _PARTS.items():
-        # A mark and its name stay on one line.
-        legend.append(f"{'█' if coloured else letter}\u00a0{part}  ", style=colour)
-    console.print(legend)
-    shown = [plan.candidates[name, plan.kind] for name in plan.launches]
-    ends = {}
-    for candidate in shown:
-        places = (("host", candidate.host), ("disk", candidate.disk))
-        more = "".join(f", {place} {_size(size, unit)}" for place, size in places if size)
-        ends[candidate.name] = f"{_size(candidate.peak, unit)} {unit}{more}"
-    width = max(map(len, plan.launches))
-    room = max(_WIDTH // 4, console.width - width - 2 - max(map(len, ends.values())))
-    # What does not fit is longer than the device, up to four times, as far as the terminal goes.
-    longest = min(4.0, max([1.0, *(sum((candidate.parts or {}).values()) / capacity for candidate in shown)]))
-    device = min(_WIDTH, int(room / longest))
-    for candidate in shown:
-        bar, done, most = Text(), 0.0, round(longest * device)
-        for part, size in (candidate.parts or {}).items():
-            begin, done = min(round(done), most), done + size / capacity * device
-            letter, colour = _PARTS[part]
-            bar.append(("█" if coloured else letter) * (min(round(done), most) - begin), colour)
-        bar.append("·" * max(0, device - len(bar)))
-        console.print(Text(f"{candidate.name:<{width}} ").append(bar).append(f" {ends[candidate.name]}"))
+def _by_cost(plan: Plan, console: Console, unit: str) -> None:
+    """Prints the cells that fit, the cheapest first; all run on the same GPUs, so that the fastest costs least."""
+    if not plan.times:
+        return
+    hosts, price = [plan.candidates[key].host for key in plan.times], plan.machines.price
+    figures = ["micro", "peak", *["host"] * any(hosts), "a step", "run", *["cost"] * (price is not None)]
+    table = plain_table("fits", "way", *figures, right=tuple(figures))
+    for key, time in plan.times.items():
+        found = plan.candidates[key]
+        table.add_row(
+            *key,
+            str(found.setting.micro),
+            _size(found.peak, unit),
+            *[_size(found.host, unit) if found.host else ""] * any(hosts),
+            _time(time.step_s),
+            "?" if time.hours is None else _time(3600 * time.hours),
+            *["?" if time.cost is None else f"{time.cost:,.2f}"] * (price is not None),
+        )
+    console.print(f"\nThe cheapest first ({unit} a rank; host memory beside it):")
+    console.print(table)
+
+
+def _largest(candidate: Candidate, unit: str) -> str:
+    """Returns the three largest parts of a peak."""
+    parts = sorted((candidate.parts or {}).items(), key=lambda part: -part[1])[:3]
+    return ", ".join(f"{name} {_size(size, unit)}" for name, size in parts if size)
 
 
 def _work(plan: Plan, console: Console, *, energy: bool) -> None:
     work, machines = plan.work, plan.machines
+    rows, how = plan.rows
+    if rows is not None:
+        console.print(f"Length: {plan.recipe.length.epochs:g} epochs of {rows:,} rows, {how}.")
     if work.tokens is None or work.flops is None or work.flops_6nd is None:
-        console.print("Length: in epochs, whose rows are counted when the data is prepared; give length.tokens here.")
+        missing = "and its cost " if machines.price is not None else ""
+        console.print(
+            f"Length: in epochs, so the run's time {missing}take the number of rows: {how}. Give length.tokens here."
+        )
     else:
         console.print(
             f"Work: {work.steps:,} steps, {work.tokens:,} tokens, {work.tokens_per_parameter:.2f} a parameter "
@@ -163,7 +157,9 @@ def _work(plan: Plan, console: Console, *, energy: bool) -> None:
     time = plan.time
     if time is None:
         if plan.advice.candidate is not None:
-            console.print("Time: not planned in fp32, whose rate is not in the table of GPUs.")
+            what = "Time: not planned" if machines.price is None else "Time and cost: not planned"
+            why = "in fp32, whose rate is not in the table of GPUs"
+            console.print(f"{what} {why if machines.gpu.bf16_tflops else 'without a rate; add bf16=TFLOP/s to --gpu'}.")
         return
     line = (
         f"Step: {_time(time.step_s)}, of which arithmetic {_time(time.compute_s)} at {machines.utilisation:.0%} of peak"
@@ -181,9 +177,10 @@ def _work(plan: Plan, console: Console, *, energy: bool) -> None:
     for moved in time.moved:
         where = "between machines" if moved.between_machines else "within a machine"
         where += ", measured" if moved.measured else ""
+        over = f" over {moved.flow.ranks} ranks, {where}" if moved.flow.ranks > 1 else ""
         console.print(
-            f"  {moved.flow.what} over {moved.flow.ranks} ranks, {where}: {moved.flow.nbytes / 1e9:.3g} GB a step and "
-            f"rank, {_time(moved.seconds)}, {'hidden' if moved.hidden else 'not hidden'} by arithmetic"
+            f"  {moved.flow.what}{over}: {moved.flow.nbytes / 1e9:.3g} GB a step and rank, {_time(moved.seconds)}, "
+            f"{'hidden' if moved.hidden else 'not hidden'} by arithmetic"
         )
 
 
@@ -234,7 +231,11 @@ def as_json(plan: Plan, traced: list[Traced] | None = None) -> str:
             kind: {"refused": v} if isinstance(v, str) else {"parameters": v.parameters, "trained": v.trained}
             for kind, v in plan.variants.items()
         },
-        "cells": [{**_facts(found), "fits_with": plan.cheapest.get(key)} for key, found in plan.candidates.items()],
+        "cells": [
+            {**_facts(found), "fits_with": plan.cheapest.get(key), "time": asdict(time) if time is not None else None}
+            for key, found in plan.candidates.items()
+            for time in [plan.times.get(key)]
+        ],
         "advice": {
             "launch_file": chosen.launch.file if chosen is not None else None,
             "changes": list(plan.advice.changes),
@@ -244,6 +245,7 @@ def as_json(plan: Plan, traced: list[Traced] | None = None) -> str:
         "work": {**asdict(plan.work), "tokens_per_parameter": plan.work.tokens_per_parameter, "chinchilla": CHINCHILLA},
         "time": asdict(plan.time) if plan.time is not None else None,
         "first_size": plan.first_size,
+        "rows": plan.rows,
         "own_error": asdict(error) if error is not None else None,
     }
     if traced is not None:

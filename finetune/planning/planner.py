@@ -14,6 +14,7 @@ import torch
 
 from finetune.config.recipe import divisors
 from finetune.config.recipe_schema import Recipe
+from finetune.data import prepared_cache
 from finetune.distributed import device_selection
 from finetune.distributed.gpu_specs import Gpu, find_gpu, of_device
 from finetune.distributed.launch.launch_config import Launch
@@ -25,8 +26,9 @@ from finetune.planning.launch_candidates import Candidate, assess_candidate, set
 from finetune.planning.model_shapes import Variant
 from finetune.planning.recommendations import Advice
 from finetune.planning.step_time import Machines, Time, Work, count_work, predict_time, read_links
+from finetune.tasks.task_lookup import find_task
 from finetune.utils import atomic_files
-from finetune.utils.errors import BackendError, RecipeError
+from finetune.utils.errors import BackendError, FinetuneError, RecipeError
 from finetune.utils.shipped_files import launch_folder
 
 # Launch files that make sense on a single GPU.
@@ -90,11 +92,13 @@ class Plan:
     """Keys are a launch file and a way."""
     cheapest: dict[tuple[str, str], str]
     """Change that makes a candidate fit, of those that do not."""
-    setting: StepSetting
-    """The same for all candidates."""
     advice: Advice
     time: Time | None
     """Time of the candidate that is recommended."""
+    times: dict[tuple[str, str], Time]
+    """Times of the candidates that fit, the cheapest first: those that take the least time."""
+    rows: tuple[int | None, str]
+    """As `count_rows` returns them."""
     work: Work
     own_error: Error | None
     """Error of earlier plans on this machine, whatever this plan is for."""
@@ -144,12 +148,39 @@ def machines_of(parsed: argparse.Namespace) -> Machines:
     return Machines(gpu, gpus, parsed.nodes, parsed.network, parsed.mfu, parsed.price, parsed.host, links, assumed)
 
 
-def make_plan(recipe: Recipe, machines: Machines, folder: Path | None = None, stored: str | None = None) -> Plan:
+def count_rows(recipe: Recipe) -> tuple[int | None, str]:
+    """Counts training rows for a length in epochs: those that are prepared, or an estimate; nothing is prepared.
+
+    Returns:
+        The rows, if they could be counted; and how they were, or why not.
+    """
+    if recipe.length.epochs is None:
+        return None, ""
+    if ":" in recipe.task.name or any(source.hub is not None for source in recipe.data.train):
+        return None, "those of custom tasks and of data on the hub are counted when they are prepared"
+    try:
+        with prepared_cache.nothing_built():
+            train = find_task(recipe).build_data(recipe, True).train
+    except prepared_cache.NotPreparedError as error:
+        return error.rows, "estimated from the first documents of each source"
+    except FinetuneError as error:
+        return None, " ".join(str(error).split()).rstrip(".")
+    return None if train is None else len(train), "as they are prepared"
+
+
+def make_plan(
+    recipe: Recipe,
+    machines: Machines,
+    folder: Path | None = None,
+    stored: str | None = None,
+    rows: tuple[int | None, str] = (None, ""),
+) -> Plan:
     """Makes a plan; nothing is loaded or launched.
 
     Args:
         folder: Folder of launch files; None for those that ship.
         stored: The dtype that frozen weights are stored in; None reads it off them.
+        rows: Training rows, as `count_rows` finds them.
 
     Raises:
         FinetuneError: If recipe or launch files cannot be planned.
@@ -171,12 +202,7 @@ def make_plan(recipe: Recipe, machines: Machines, folder: Path | None = None, st
         reason = f"{wanted:,.0f} GiB of host memory a machine do not fit into {machines.host_gib:g}"
         return replace(candidate, verdict="no", reason="; ".join(filter(None, (candidate.reason, reason))))
 
-    # Rows that come out even, if the recipe's own do not.
-    own, ranks = setting_of(recipe), max(launch.num_processes for launch in launches.values())
-    setting = next(
-        (s for s in recommendations.offered_settings(recipe, ranks) if s.checkpointed == own.checkpointed), own
-    )
-    kind = model_shapes.kind_of(recipe)
+    setting, kind = setting_of(recipe), model_shapes.kind_of(recipe)
     candidates = {(name, way): of(name, way, setting) for name in launches for way in model_shapes.KINDS}
     cheapest = {
         key: recommendations.cheapest_change(found, recipe, list(launches), of)
@@ -186,10 +212,16 @@ def make_plan(recipe: Recipe, machines: Machines, folder: Path | None = None, st
     advice = recommendations.recommend_launch(recipe, kind, launches, of)
     chosen, planned, time, first_size = advice.candidate, variants[kind], None, None
     assert isinstance(planned, Variant)
+    work = count_work(planned, rows[0])
+
+    def time_of(candidate: Candidate) -> Time | None:
+        variant = variants[candidate.kind]
+        return predict_time(candidate, variant, machines, work.steps) if isinstance(variant, Variant) else None
+
+    timed = {key: time_of(candidate) for key, candidate in candidates.items() if candidate.verdict == "fits"}
+    times = {key: found for key, found in timed.items() if found is not None}
     if chosen is not None:
-        variant = variants[chosen.kind]
-        assert isinstance(variant, Variant)
-        time = predict_time(chosen, variant, machines)
+        time = time_of(chosen)
         if recipe.batch.micro_size == "auto":
             sizes = divisors(recipe.batch.global_size // chosen.launch.data_ranks)
             settings = [replace(chosen.setting, micro=size) for size in sizes]
@@ -202,10 +234,11 @@ def make_plan(recipe: Recipe, machines: Machines, folder: Path | None = None, st
         launches=launches,
         candidates=candidates,
         cheapest=cheapest,
-        setting=setting,
         advice=advice,
         time=time,
-        work=count_work(planned),
+        times=dict(sorted(times.items(), key=lambda pair: pair[1].step_s)),
+        rows=rows,
+        work=work,
         own_error=compare_peaks(read_peaks(Path(recipe.data.cache_dir)), device_selection.device_identity()["device"]),
         first_size=first_size,
     )

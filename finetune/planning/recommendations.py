@@ -11,6 +11,7 @@ import yaml
 from finetune.config.recipe import divisors
 from finetune.config.recipe_schema import Recipe
 from finetune.distributed.launch.launch_config import Launch
+from finetune.distributed.resolve_config import micro_rows
 from finetune.planning.activation_memory import StepSetting
 from finetune.planning.launch_candidates import Candidate
 from finetune.planning.model_shapes import KINDS
@@ -38,7 +39,7 @@ def recipe_changes(candidate: Candidate, recipe: Recipe) -> tuple[str, ...]:
     found = []
     if candidate.setting.checkpointed != (recipe.model.gradient_checkpointing is True):
         found.append(f"model.gradient_checkpointing={str(candidate.setting.checkpointed).lower()}")
-    if candidate.setting.micro != recipe.batch.rows:
+    if candidate.setting.micro != micro_rows(recipe, candidate.launch.data_ranks):
         found.append(f"batch.micro_size={candidate.setting.micro}")
     lora, packed = recipe.lora is not None, recipe.model.quantization
     if candidate.kind == "full" and lora:
@@ -52,13 +53,10 @@ def recipe_changes(candidate: Candidate, recipe: Recipe) -> tuple[str, ...]:
     return tuple(found)
 
 
-def offered_settings(recipe: Recipe, ranks: int) -> Iterator[StepSetting]:
-    """Yields the recipe's own setting and smaller ones, the cheapest change first."""
+def offered_settings(recipe: Recipe) -> Iterator[StepSetting]:
+    """Yields the recipe's own setting and smaller ones, the cheapest change first; a launch takes what divides."""
     micro, checkpointed = recipe.batch.rows, recipe.model.gradient_checkpointing is True
-    share = recipe.batch.global_size // ranks if recipe.batch.global_size % ranks == 0 else 0
-    smaller = [size for size in sorted(divisors(share), reverse=True) if size < micro] if share else []
-    if smaller and share % micro:
-        micro, *smaller = smaller
+    smaller = [size for size in reversed(divisors(recipe.batch.global_size)) if size < micro]
     yield StepSetting(micro, checkpointed)
     if not checkpointed:
         yield StepSetting(micro, True)
@@ -74,7 +72,7 @@ def cheapest_change(candidate: Candidate, recipe: Recipe, names: Sequence[str], 
     places = [(name, candidate.kind) for name in names[names.index(candidate.name) :]]
     places += [(candidate.name, kind) for kind in KINDS[KINDS.index(candidate.kind) + 1 :]]
     for name, kind in places:
-        for setting in offered_settings(recipe, candidate.launch.data_ranks):
+        for setting in offered_settings(recipe):
             if make(name, kind, setting).verdict == "fits":
                 more = recipe_changes(make(candidate.name, candidate.kind, setting), recipe)
                 if kind != candidate.kind:
@@ -86,15 +84,14 @@ def cheapest_change(candidate: Candidate, recipe: Recipe, names: Sequence[str], 
 
 def recommend_launch(recipe: Recipe, kind: str, launches: dict[str, Launch], make: Make) -> Advice:
     """Returns the simplest launch that fits: shard rather than recompute, recompute rather than offload."""
-    near = [name for name, launch in launches.items() if launch.offload_params == "none"]
+    near = [n for n, launch in launches.items() if launch.offload_params == launch.offload_optimizer == "none"]
     far = [name for name in launches if name not in near]
     tries = []
     for names in (near, far):
-        ranks = max((launches[name].num_processes for name in names), default=1)
-        tries += [(name, kind, setting) for setting in offered_settings(recipe, ranks) for name in names]
+        tries += [(name, kind, setting) for setting in offered_settings(recipe) for name in names]
     for other in KINDS[KINDS.index(kind) + 1 :]:
-        for name, launch in launches.items():
-            tries += [(name, other, setting) for setting in offered_settings(recipe, launch.num_processes)]
+        for name in launches:
+            tries += [(name, other, setting) for setting in offered_settings(recipe)]
     for name, way, setting in tries:
         candidate = make(name, way, setting)
         if candidate.verdict == "fits":
@@ -122,6 +119,7 @@ _REASONS = {
     "tp": "layers are split over ranks, which sum their results: a rank holds a part of weights and activations",
     "fsdp_tp": "layers are split over ranks, and each part is sharded over the others",
     "fsdp_tp_sp": "layers and rows are split over ranks, and all is sharded: the least on each without host memory",
+    "optimizer_offload": "optimiser state rests in host memory, where the optimiser steps; weights stay on the device",
     "fsdp_offload": "shards rest in host memory",
     "zero3_offload": "shards rest in host memory, where the optimiser steps",
     "zero3_nvme": "shards rest on disk: slow, and the last way on these devices",
@@ -137,6 +135,8 @@ def plain_name(launch: Launch) -> str:
         name += "_sp"
     if not launch.reshard:
         name += "_grad_op"
+    if launch.offload_params == "none" != launch.offload_optimizer:
+        return "optimizer_offload"
     name += {"none": "", "cpu": "_offload", "nvme": "_nvme"}[launch.offload_params]
     return name.removeprefix("ddp_")
 

@@ -14,12 +14,13 @@ from pydantic import BaseModel, Field, PositiveInt, ValidationError
 from finetune.distributed.gpu_specs import Gpu
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.measure_bandwidth import RINGS, Line
-from finetune.distributed.strategies.prediction import Flow, elements_of
+from finetune.distributed.strategies.prediction import Flow, ParamSpecs, Share, bytes_of, elements_of
 from finetune.distributed.strategies.strategy import strategy_of
 from finetune.planning.activation_memory import StepSetting, shape_of
 from finetune.planning.launch_candidates import Candidate
 from finetune.planning.model_shapes import Variant, is_half, part_of
 from finetune.utils.errors import RecipeError
+from finetune.utils.exact import exact_product
 
 # Tokens a parameter, for the least loss at a given amount of training. Source: Hoffmann et al. 2022, table 3.
 CHINCHILLA = 20.0
@@ -77,7 +78,7 @@ class Work:
     parameters: int
     trained: int
     tokens: int | None
-    """Rows x sequence length; None where the length is in epochs, whose rows nobody has counted yet."""
+    """Rows x sequence length; None where the length is in epochs, and the rows could not be counted."""
     steps: int | None
     flops_per_token: float
     """6 a weight in a product (4 if it is frozen), and attention's scores."""
@@ -145,13 +146,20 @@ def read_links(names: Sequence[str]) -> LinkSpeeds:
     return LinkSpeeds(found.get(False, {}), found.get(True, {}))
 
 
-def count_work(variant: Variant) -> Work:
-    """Counts a variant's arithmetic."""
+def count_work(variant: Variant, rows: int | None) -> Work:
+    """Counts a variant's arithmetic.
+
+    Args:
+        rows: Training rows, for a length in epochs.
+    """
     recipe = variant.recipe
-    length, a_step = recipe.length, recipe.batch.global_size * recipe.data.sequence_length
-    steps = length.steps
+    length, size = recipe.length, recipe.batch.global_size
+    steps, a_step = length.steps, size * recipe.data.sequence_length
     if length.tokens is not None:
         steps = -(-length.tokens // a_step)
+    elif length.epochs is not None and rows is not None:
+        used = rows - (rows % size if recipe.data.last_batch == "drop" else 0)
+        steps = int(exact_product(length.epochs, used) / size)
     tokens = None if steps is None else steps * a_step
     return Work(
         parameters=variant.parameters,
@@ -164,14 +172,14 @@ def count_work(variant: Variant) -> Work:
     )
 
 
-def predict_time(candidate: Candidate, variant: Variant, machines: Machines) -> Time | None:
-    """Predicts a candidate's step; None in fp32, whose rate is not in the table of GPUs.
+def predict_time(candidate: Candidate, variant: Variant, machines: Machines, steps: int | None) -> Time | None:
+    """Predicts a candidate's step, and with its number of steps the run; None without a rate (fp32 has none).
 
     Where each of the ranks that share layers computes the head's product whole, that is counted; norms and routers are
     not.
     """
     recipe, launch, ranks = variant.recipe, candidate.launch, candidate.launch.num_processes
-    if not is_half(recipe) or candidate.memory is None:
+    if not is_half(recipe) or candidate.memory is None or not machines.gpu.bf16_tflops:
         return None
     forward = variant.forward_flops
     a_token = variant.flops_per_token + (forward if candidate.setting.checkpointed else 0.0)
@@ -202,8 +210,13 @@ def predict_time(candidate: Candidate, variant: Variant, machines: Machines) -> 
         window = windows[flow.window]
         moved.append(Moved(flow, far, seconds, seconds <= window, line is not None))
         exposed += max(0.0, seconds - window)
+    for flow in flows_of_offload(candidate, strategy_of(launch).predict_share(launch, specs, accumulation), specs):
+        seconds = flow.nbytes / (_HOST_SPEEDS[flow.collective] or machines.gpu.host_gbs * 1e9)
+        # A machine has one host and one disk for all of its GPUs.
+        seconds *= 1 if flow.collective == "host_copy" else min(machines.gpus, ranks)
+        moved.append(Moved(flow, False, seconds, seconds <= windows[flow.window], False))
+        exposed += max(0.0, seconds - windows[flow.window])
     step = compute + exposed
-    steps = count_work(variant).steps
     hours = None if steps is None else steps * step / 3600
     gpu_hours = None if hours is None else hours * ranks
     return Time(
@@ -215,6 +228,35 @@ def predict_time(candidate: Candidate, variant: Variant, machines: Machines) -> 
         cost=None if gpu_hours is None or machines.price is None else gpu_hours * machines.price,
         energy_kwh=None if gpu_hours is None else gpu_hours * machines.gpu.watts / 1000,
     )
+
+
+# Bytes a second of a machine; None: the GPU's own link. Assumed, not measured: AdamW is bound by host memory, of
+# which it reads and writes 28 bytes a parameter, and reaches 128 GB/s on two sockets; a disk is one NVMe SSD.
+_HOST_SPEEDS = {"host_copy": None, "host_step": 128e9, "disk": 5e9}
+
+
+def flows_of_offload(candidate: Candidate, share: Share, specs: ParamSpecs) -> list[Flow]:
+    """Returns what a rank moves between device, host memory and disk, and what its optimiser steps through on the host.
+
+    Weights come for each forward and backward pass; gradients go after each backward pass that reduces them; weights
+    that stay on the device come back after a step. The step waits for the optimiser.
+    """
+    launch, memory, accumulation = candidate.launch, candidate.memory, candidate.accumulation
+    assert memory is not None
+    weights, found = bytes_of(specs.params) // (launch.averaged_ranks // launch.replicate if launch.sharded else 1), []
+    if launch.offload_params != "none":
+        found.append(Flow("host_copy", "weights to the device", 2 * accumulation * weights, 1, "all", 1))
+    if launch.offload_params == "nvme":
+        found.append(Flow("disk", "weights from the disk", 2 * accumulation * weights, 1, "all", 1))
+    if launch.offload_optimizer != "none":
+        times = 1 if launch.holds_whole_gradients(accumulation) else accumulation
+        found.append(Flow("host_copy", "gradients to the host", 4 * times * share.stepped, 1, "backward", 1))
+        found.append(Flow("host_step", "optimiser state on the host", 28 * share.stepped, 1, "none", 1))
+        if launch.offload_params == "none":
+            found.append(Flow("host_copy", "new weights to the device", 4 * share.stepped, 1, "none", 1))
+    if launch.offload_optimizer == "nvme":
+        found.append(Flow("disk", "optimiser state", 2 * (memory.optimizer + share.masters), 1, "none", 1))
+    return found
 
 
 def flows_of_rows(launch: Launch, variant: Variant, setting: StepSetting, accumulation: int) -> list[Flow]:

@@ -274,7 +274,7 @@ def _read_inputs(recipe: Recipe, quiet: bool) -> Inputs:
 
 def _settle_plan(recipe: Recipe, launch: Launch, inputs: Inputs, quiet: bool) -> RunPlan:
     """Settles the size of micro-batches, and when gradients are summed; every rank must call it."""
-    begun = resume_point.kept_micro_size(recipe.resume.allow, inputs.directory)
+    begun = resume_point.kept_micro_size(recipe, inputs.directory)
     micro = micro_batch_search.resolve_micro_size(recipe, launch, inputs.data.digest, begun=begun, quiet=quiet)
     config = resolve_config(micro.recipe, launch)
     sums = choose_gradient_sums(micro.recipe, launch, config.accumulation)
@@ -382,6 +382,13 @@ def _open_run(
         reporter.warn(
             "This network has dropout. In rows or layers that are split over ranks it draws other masks than in whole "
             "ones, so that this run takes another path than under other launch configs."
+        )
+    size = plan.micro_size.facts or {}
+    if built.mixes_rows and size.get("asked", "auto") not in ("auto", recipe.batch.rows):
+        reporter.warn(
+            f"This network has dropout or batch norms, whose results depend on the size of micro-batches: with "
+            f"{recipe.batch.rows} rows in place of {size['asked']} this run takes another path than with "
+            f"{size['asked']}. Set batch.micro_size to {recipe.batch.rows} for one path with every launch file."
         )
     if slow := device_selection.slow_precision(backend.precision):
         reporter.warn(f"{slow} `precision: fp32` is the faster one here.")

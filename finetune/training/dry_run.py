@@ -76,7 +76,9 @@ def describe(recipe: Recipe, foreseen: PredictedEnvironment | None = None) -> st
     batch, data, world = recipe.batch, recipe.data, launch.data_ranks
     sources = [s.path or s.hub or f"built-in sample of {s.sample}" for s in data.train or data.validation]
     rate = f"peak rate {lr_schedule.peak_lr(recipe):.3g}, {recipe.schedule.name} schedule"
-    split = f"{batch.global_size} rows = {world} x {batch.micro_size} x {config.accumulation}"
+    split = f"{batch.global_size} rows = {world} x {config.micro_size} x {config.accumulation}"
+    if batch.micro_size not in ("auto", config.micro_size):
+        split += f"; batch.micro_size {batch.micro_size} is {config.micro_size} here, the largest up to it that divides"
     if batch.micro_size == "auto":
         split = f"{batch.global_size} rows = {world} x auto, which is tried when the run starts"
     lines = {

@@ -19,6 +19,7 @@ from finetune.config.recipe import divisors, dump_recipe, validate_recipe
 from finetune.config.recipe_schema import Recipe
 from finetune.distributed import device_selection, rendezvous_store
 from finetune.distributed.launch.launch_config import Launch
+from finetune.distributed.resolve_config import micro_rows
 from finetune.monitoring.metrics import warn
 from finetune.planning.planner import largest_micro_size
 from finetune.utils import json_files
@@ -44,19 +45,21 @@ _MATTERS = ("model", "lora", "task", "tokenizer", "optim", "precision", "chat")
 
 @dataclass(frozen=True)
 class MicroBatchChoice:
-    """Result of `auto`."""
+    """The size of micro-batches that a run takes."""
 
     recipe: Recipe
-    """With a number of rows."""
+    """With a number of rows that comes out even."""
     facts: dict[str, Any] | None
-    """For `run.json`; None where the recipe gives a number."""
+    """For `run.json`; None where it is the number that the recipe gives."""
     lines: tuple[str, ...] = ()
 
 
 def resolve_micro_size(
     recipe: Recipe, launch: Launch, digest: str, *, begun: int | None, quiet: bool
 ) -> MicroBatchChoice:
-    """Puts a number in place of `batch.micro_size: auto`, the same on every rank; every rank calls it.
+    """Settles `batch.micro_size`: the largest number up to it that comes out even, or for `auto` that fits.
+
+    It is the same on every rank; every rank calls it.
 
     Args:
         digest: Of the training rows.
@@ -66,10 +69,15 @@ def resolve_micro_size(
         MemoryFullError: If not even one row fits.
         BackendError: If a trial fails otherwise.
     """
-    if recipe.batch.micro_size != "auto":
-        return MicroBatchChoice(recipe, None)
+    asked = recipe.batch.micro_size
     if begun is not None:
-        return _choose(recipe, {"rows": begun}, "as this run began: its network has dropout or batch norms")
+        why = "as this run began: its network has dropout or batch norms"
+    elif asked != "auto":
+        begun = asked
+        why = f"the largest up to it that divides the {recipe.batch.global_size // launch.data_ranks} rows of a process"
+    if begun is not None:
+        rows = micro_rows(recipe.with_micro_size(begun), launch.data_ranks)
+        return MicroBatchChoice(recipe, None) if rows == asked else _choose(recipe, {"rows": rows}, why)
     rank, world = int(os.environ.get("RANK", "0")), launch.num_processes
     notes = rendezvous_store.RendezvousStore(rank, world, _PATIENCE)
     sizes, room = divisors(recipe.batch.global_size // launch.data_ranks), device_selection.available_memory()
@@ -198,8 +206,9 @@ def _choose(recipe: Recipe, found: dict[str, Any], why: str) -> MicroBatchChoice
     if "tried" in found:
         share = found["tried"][str(rows)]
         why = f"with {share:.0%} of {found['room'] / 2**30:,.2f} GiB of memory ({why})"
-    settled = recipe.model_copy(update={"batch": recipe.batch.model_copy(update={"micro_size": rows})})
-    return MicroBatchChoice(settled, {"asked": "auto", **found}, (f"batch.micro_size: auto is {rows}, {why}",))
+    asked = recipe.batch.micro_size
+    line = f"batch.micro_size: {asked} is {rows}, {why}"
+    return MicroBatchChoice(recipe.with_micro_size(rows), {"asked": asked, **found}, (line,))
 
 
 def _kept(recipe: Recipe, launch: Launch, digest: str) -> Path:

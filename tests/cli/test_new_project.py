@@ -1,23 +1,28 @@
 """`finetune init`: what it writes runs as it is, and it overwrites nothing."""
 
+import json
 from pathlib import Path
 
 import pytest
 import testdata
 import yaml
 from forkserver import ForkServer
-from harness import environment
+from harness import ROOT, environment
 
 from finetune.cli import new_project
 from finetune.cli.new_project import TASKS, Project, write_project
 from finetune.config import path_kinds
-from finetune.config.recipe import load_recipe
+from finetune.config.recipe import load_recipe, validate_recipe
+from finetune.config.recipe_schema import Recipe
+from finetune.distributed.device_selection import Devices
 from finetune.distributed.gpu_specs import Gpu
 from finetune.distributed.launch.deepspeed_file import find_deepspeed_file
 from finetune.distributed.launch.launch_file import read_launch_file
-from finetune.distributed.resolve_config import derive_accumulation
+from finetune.distributed.launch.predicted_environment import launch_of_file
+from finetune.distributed.resolve_config import derive_accumulation, resolve_for_devices
 from finetune.planning.step_time import Machines
 from finetune.utils.errors import DataError, RecipeError
+from finetune.utils.shipped_files import RECIPES, shipped_names
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -37,6 +42,35 @@ def test_a_new_project_trains(task: str, tmp_path: Path, fork_server: ForkServer
     assert recipe.output.dir in readme
     for verb in ("eval", "predict"):
         assert (f"finetune {verb} {recipe.output.dir}" in readme) == (task == "classify")
+
+
+def _readme_recipe() -> Recipe:
+    text = (ROOT / "README.md").read_text().partition("## QLoRA of a Llama")[2]
+    return validate_recipe(yaml.safe_load(text.split("```yaml\n")[1].split("```")[0]))
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4, 8])
+def test_our_own_recipes_run_on_any_of_our_launch_files(processes: int, tmp_path: Path) -> None:
+    """Only the launch file changes: README's recipe, those that ship, and what `init` and `sft` write."""
+    recipes = {"README": _readme_recipe()}
+    for name in shipped_names(RECIPES):
+        recipes[name] = load_recipe(ROOT / "recipes" / f"{name}.yaml")
+    for task in TASKS:
+        write_project(tmp_path / task, Project(task))
+        recipes[task] = load_recipe(tmp_path / task / "recipe.yaml")
+    for documents in (150, 400):
+        data = tmp_path / f"{documents}.jsonl"
+        rows = (json.dumps({"prompt": f"{n} cats? " * 20, "completion": "A cat."}) for n in range(documents))
+        data.write_text("\n".join(rows))
+        write_project(tmp_path / f"chat-{documents}", Project("chat", str(testdata.MODEL), str(data), "lora"))
+        recipes[f"chats of {documents}"] = load_recipe(tmp_path / f"chat-{documents}" / "recipe.yaml")
+    for name, recipe in recipes.items():
+        for file in ("single",) if processes == 1 else ("ddp", "fsdp", "zero2", "zero3"):
+            launch = launch_of_file(ROOT / "accelerate_configs" / f"{file}.yaml", processes)
+            settled = resolve_for_devices(recipe, launch, Devices(processes), {})
+            assert settled.micro_size <= recipe.batch.rows, name
+            rows = settled.micro_size * settled.accumulation * processes
+            assert rows == recipe.batch.global_size or recipe.length.steps == 0, name
 
 
 @pytest.mark.parametrize("adapters", ["lora", "qlora"])

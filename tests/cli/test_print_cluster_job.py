@@ -223,7 +223,7 @@ def test_a_sky_task_has_keys_that_skypilot_knows(config: str, capsys: pytest.Cap
         (("fsdp_2nodes", "sample", MICRO, *IMAGE), "--image is for a job that --print-cluster prints"),
         (("single", "sample", "--dry-run", "--print-cluster", "slurm"), "--print-cluster starts nothing"),
         (("fsdp_2nodes", "sample", MICRO, "--machine_rank", "1", "--print-cluster", "slurm"), "--machine_rank differs"),
-        (("fsdp_2nodes", "sample", "batch.micro_size=2", "--print-cluster", "slurm"), "is not a multiple of"),
+        (("fsdp_2nodes", "sample", "batch.global_size=2", "--print-cluster", "slurm"), "is not a multiple of"),
         (
             ("fsdp_2nodes", "sample", "--num_processes", "3", "--print-cluster", "slurm"),
             "Make it a multiple of num_machines",

@@ -147,14 +147,12 @@ def test_conflicts_between_sections_at_once() -> None:
     text = refusal(
         {
             "length": {"steps": 1, "epochs": 2},
-            "batch": {"global_size": 12, "micro_size": 5},
             "tokenizer": {},
             "task": {"name": "causal_lmm"},
         }
     )
-    assert "4 problems" in text
+    assert "3 problems" in text
     assert "got steps, epochs" in text
-    assert "sizes that do on one process: 1, 2, 3, 4, 6, 12" in text
     assert "tokenizer: a model from `model.config` brings none" in text
     assert "no task 'causal_lmm', did you mean 'causal_lm'?" in text
 
@@ -303,19 +301,15 @@ def test_problems_name_their_places(tmp_path: Path) -> None:
 
 
 def test_a_conflict_is_blamed_on_what_brought_it(tmp_path: Path) -> None:
-    file = written(tmp_path, {**WHOLE, "batch": {"global_size": 8, "micro_size": 8}})
+    file = written(tmp_path, {**WHOLE, "batch": {"micro_size": "auto"}, "length": {"steps": 8}})
     (line,) = [n for n, text in enumerate(file.read_text().splitlines(), 1) if "micro_size" in text]
-    for overrides, place in (
-        (["batch.global_size=12", "seed=1"], "batch.global_size=12 (command line)"),
-        (["batch.micro_size=5", "seed=1"], "batch.micro_size=5 (command line)"),
-    ):
-        with pytest.raises(RecipeError) as caught:
-            load_recipe(file, overrides)
-        assert str(caught.value).startswith(f"{place}: batch.micro_size: ")
-    file.write_text(file.read_text().replace("micro_size: 8", "micro_size: 5"))
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(file, ["length.steps=0", "seed=1"])
+    assert str(caught.value).startswith("length.steps=0 (command line): batch.micro_size: `auto` tries training steps")
+    file.write_text(file.read_text().replace("steps: 8", "steps: 0"))
     with pytest.raises(RecipeError) as caught:
         load_recipe(file, ["seed=1"])
-    assert str(caught.value).startswith(f"{file}:{line}: batch.micro_size: 5 does not divide")
+    assert str(caught.value).startswith(f"{file}:{line}: batch.micro_size: `auto` tries training steps")
 
 
 CLASSES = {"task": {"name": "sequence_classification", "loss": "a:b"}, "data": {**WHOLE["data"], "packing": "padded"}}

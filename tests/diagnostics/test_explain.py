@@ -275,8 +275,12 @@ def test_accumulation_counts_ranks_that_read_rows(place: Place, config: str, pro
     assert setting.place == f"32 / (8 x {ranks})"
     assert setting.value == 32 // (8 * ranks)
     groups = "processes" if ranks == processes else f"groups of {processes // ranks} processes"
-    with pytest.raises(RecipeError, match=f"multiple of batch.micro_size 32 x {ranks} {groups} = {32 * ranks}"):
-        explained(place.recipe(batch={"global_size": 32, "micro_size": 32}), config=config, options=options)
+    with pytest.raises(RecipeError, match=f"31 is not a multiple of the {ranks} {groups} that share it"):
+        explained(place.recipe(batch={"global_size": 31, "micro_size": 8}), config=config, options=options)
+    (setting,) = explained(place.recipe(batch={"global_size": 32, "micro_size": 30}), config=config, options=options)[
+        "accumulation"
+    ].settings
+    assert setting.place == f"32 / (16 x {ranks})"
 
 
 def test_an_equal_value_overrides_nothing(place: Place, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ import re
 import shutil
 import threading
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -100,6 +101,79 @@ def test_sections_are_the_models_of_deepspeed() -> None:
         assert set(deepspeed_file.known_keys(section)) == fields - {"zeropp_loco_param"}, section
 
 
+def test_keys_that_deepspeed_acts_on_are_read_or_refused(place: Place) -> None:
+    """Of its own list of keys each is read here, passed on because it changes no number, or refused with a reason."""
+    from deepspeed.runtime import config, constants
+
+    for key, reason in deepspeed_file.TABLE["refused"].items():
+        section, _, name = key.rpartition(".")
+        assert name in deepspeed_file.known_keys(section), key
+        assert name not in deepspeed_file.TABLE["passed_on"].get(section, "").split(), key
+        for value, acts in ((2, True), (deepspeed_file.TABLE["defaults"].get(key, False), False)):
+            tree: dict[str, Any] = {"zero_optimization": {"stage": 2}}
+            below = tree
+            for parent in section.split(".") if section else ():
+                below = below.setdefault(parent, {})
+            below[name] = value
+            file = str(place.ds_launch_file(tree))
+            with pytest.raises(BackendError, match=re.escape(reason)) if acts else nullcontext():
+                predict_environment(file, {}, ALONE)
+    assert deepspeed_file.TABLE["defaults"]["gradient_allreduce_op"] == constants.GRADIENT_ALLREDUCE_OP_DEFAULT
+    assert constants.MANAGED_GRADIENT_ACCUMULATION_DEFAULT
+    if hasattr(config, "_REMOVED_ZERO_CONFIG_KEYS"):
+        removed = {*config._REMOVED_TOP_LEVEL_CONFIG_KEYS}
+        removed |= {f"zero_optimization.{name}" for name in config._REMOVED_ZERO_CONFIG_KEYS}
+        assert removed == deepspeed_file.TABLE["removed"].keys()
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"tensor_parallel": {"autotp_size": 2}}, r"tensor_parallel: is not read here: .*fsdp_tp\.yaml.* Take it out"),
+        ({"autotuning": {"enabled": True, "fast": False}}, "autotuning: is not read here: .*other batches"),
+        ({"activation_checkpointing": {"partition_activations": True}}, "set model.gradient_checkpointing in the rec"),
+        ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}, r"zero_hpz_partition_size: .*hsdp\.yaml"),
+        ({"sparse_attention": {"mode": "fixed"}}, "sparse_attention: DeepSpeed has removed it, .*model.attention in"),
+        ({"compression_training": {}}, "compression_training: DeepSpeed has removed it, so take it out"),
+        ({"zero_optimization": {"stage": 3, "mics_shard_size": 4}}, "mics_shard_size: DeepSpeed has removed it"),
+        # As templates write what is off.
+        ({"activation_checkpointing": {"partition_activations": False, "number_checkpoints": None}}, None),
+        ({"autotuning": {"enabled": False, "fast": True}, "tensor_parallel": {"autotp_size": 1}}, None),
+        ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 1, "zero_quantized_weights": False}}, None),
+    ],
+)
+def test_what_deepspeed_would_do_beside_the_recipe(place: Place, changes: dict[str, Any], says: str | None) -> None:
+    file = str(place.ds_launch_file(changes))
+    with pytest.raises(BackendError, match=says) if says else nullcontext():
+        predict_environment(file, {}, ALONE)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (
+            {"optimizer": {"type": "Adam", "params": {"lr": 2e-5, "betas": [0.9, 0.95], "weight_decay": "auto"}}},
+            "the same in the recipe: optim: {name: AdamW, lr: 2.0e-05, args: {betas: [0.9, 0.95]}}",
+        ),
+        (
+            {"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 5, "warmup_type": "linear"}}},
+            "the same in the recipe: schedule: {name: linear, warmup_steps: 5, floor: 0.0}. ",
+        ),
+        (
+            {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.001}}},
+            "schedule: {name: constant}, and optim.lr: 0.001 (whose warm-up is linear, not logarithmic). ",
+        ),
+        ({"scheduler": {"type": "OneCycle"}}, "'scheduler', which the recipe's optim and schedule decide. "),
+    ],
+)
+def test_what_the_recipe_says_instead_of_deepspeed(place: Place, changes: dict[str, Any], says: str) -> None:
+    foreseen = predict_environment(str(place.ds_launch_file(changes)), {}, ALONE)
+    with pytest.raises(BackendError, match=re.escape(says)):
+        resolve_config(load_recipe(place.recipe()), foreseen.launch, foreseen.env)
+    if (written := re.search(r"(optim|schedule): (\{.*\})", says)) is not None:
+        load_recipe(place.recipe(**{written[1]: yaml.safe_load(written[2])}))
+
+
 class Reading(dict[str, Any]):
     """Notes the keys that are asked for."""
 
@@ -158,7 +232,7 @@ def test_other_keys_are_those_that_deepspeed_reads() -> None:
         assert section.asked == set(deepspeed_file.known_keys(name)), name
 
 
-@pytest.mark.parametrize("section", ["comms_logger", "compile", "tensorboard", "wandb", "csv_monitor", "comet"])
+@pytest.mark.parametrize("section", ["comms_logger", "tensorboard", "wandb", "csv_monitor", "comet"])
 def test_deepspeed_refuses_unknown_keys_of_other_sections(place: Place, section: str) -> None:
     foreseen = predict_environment(str(place.ds_launch_file({section: {"enabld": True}})), {}, ALONE)
     with pytest.raises(BackendError, match="enabld: Extra inputs are not permitted"):
@@ -693,8 +767,11 @@ def test_dry_run_of_finetune_launch(place: Place, here: Here, capsys: pytest.Cap
     said = capsys.readouterr().out
     assert re.search(r"^backend +zero2 on 1 process\(es\), from accelerate_configs/zero2\.yaml$", said, re.MULTILINE)
     assert re.search(r"^batch +4 rows = 1 x 2 x 2$", said, re.MULTILINE)
+    assert main.main([*words, "--num_processes", "1", "batch.global_size=3"]) == 0
+    says = r"^batch +3 rows = 1 x 1 x 3; batch.micro_size 2 is 1 here, the largest up to it that divides$"
+    assert re.search(says, capsys.readouterr().out, re.MULTILINE)
     assert main.main([*words, "batch.global_size=3"]) == 2
-    assert "batch.global_size=3 (command line): batch.micro_size: 2 does not divide" in capsys.readouterr().err
+    assert "batch.global_size 3 is not a multiple of the 2 processes that share it" in capsys.readouterr().err
     assert not place.files()
 
 

@@ -34,7 +34,7 @@ def time_of(name: str, found: step_time.LinkSpeeds, nodes: int = 1) -> Time:
     plan = planned(sections(), nodes=nodes)
     variant = plan.variants["full"]
     assert isinstance(variant, Variant)
-    time = predict_time(plan.candidates[name, "full"], variant, replace(plan.machines, links=found))
+    time = predict_time(plan.candidates[name, "full"], variant, replace(plan.machines, links=found), None)
     assert time is not None
     return time
 

@@ -291,10 +291,17 @@ def test_traffic_between_machines_takes_the_network() -> None:
     assert moved[2].moved[0].seconds == pytest.approx(moved[1].moved[0].seconds * 450 / 50)
 
 
-def test_rows_that_do_not_come_out_even_are_made_to() -> None:
+def test_a_micro_batch_is_that_of_data_ranks() -> None:
+    """As a run takes it: ranks that share rows or layers are one."""
     plan = planned(sections(batch={"global_size": 16}))
-    assert plan.setting.micro == 2
-    assert plan.advice.changes == ("batch.micro_size=2",)
+    micro = {name: plan.candidates[name, "full"].setting.micro for name in plan.launches}
+    assert micro == {name: min(8, 16 // launch.data_ranks) for name, launch in plan.launches.items()}
+    assert (micro["ddp"], micro["sp"], micro["fsdp_tp_sp"]) == (2, 4, 8)
+    assert plan.advice.changes == ()
+    few = planned(sections(batch={"global_size": 4, "micro_size": 2}))
+    assert {name for name in few.launches if few.candidates[name, "full"].memory is None} == {
+        name for name, launch in few.launches.items() if launch.data_ranks > 4
+    }
     refused = planned(sections(batch={"global_size": 15, "micro_size": 1}))
     assert {candidate.verdict for candidate in refused.candidates.values()} == {"refused"}
     assert "not a multiple" in refused.candidates["ddp", "full"].reason
@@ -303,7 +310,7 @@ def test_rows_that_do_not_come_out_even_are_made_to() -> None:
 def test_epochs_are_not_guessed(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = said(capsys, file, "length.tokens=null", "length.epochs=1")
     assert code == 0
-    assert "in epochs, whose rows are counted when the data is prepared" in out
+    assert "Length: 1 epochs of 1 rows, estimated from the first documents of each source." in out
 
 
 def test_optimisers_that_cannot_be_cut_are_refused_where_they_are() -> None:
@@ -331,7 +338,8 @@ BROKEN = {
     "figure": ("", "--gpu memory=24,speed=3", "cannot read 'speed=3'"),
     "negative": ("", "--gpu memory=-1,bf16=3", "cannot read 'memory=-1'"),
     "not a number": ("", "--gpu memory=nan,bf16=3", "cannot read 'memory=nan'"),
-    "too little": ("", "--gpu memory=24", "must say memory (GiB) and bf16"),
+    "too little": ("", "--gpu bf16=24", "must say memory (GiB) at least"),
+    "two of a name": ("", "--gpu A100", "there is no 'A100': a100-80gb or a100-40gb?"),
     "no gpus": ("", "--gpus 0", "--gpus is 0"),
     "nodes": ("", "--nodes -2", "--nodes is -2"),
     "mfu": ("", "--mfu 40", "--mfu is 40.0"),
@@ -367,6 +375,133 @@ def test_broken_launch_files_are_one_paragraph(
     assert code == 2
     assert len(err.strip().splitlines()) == 1
     assert "mine.yaml" in err
+
+
+def test_each_cell_that_fits_has_its_time_and_cost(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = said(capsys, file, "--json", "--price", 2)
+    cells = [cell for cell in json.loads(out)["cells"] if cell["verdict"] == "fits"]
+    assert code == 0
+    assert len(cells) > 20
+    for cell in cells:
+        assert cell["time"]["cost"] == pytest.approx(cell["time"]["hours"] * 8 * 2)
+    _, out, _ = said(capsys, file, "--price", 2)
+    shown = out.partition("The cheapest first")[2].splitlines()[2 : 2 + len(cells)]
+    assert {tuple(line.split()[:2]) for line in shown} == {(cell["launch"], cell["kind"]) for cell in cells}
+    costs = [float(line.split()[-1]) for line in shown]
+    assert costs == sorted(costs)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--gpu", "memory=24"), "Time and cost: not planned without a rate; add bf16=TFLOP/s to --gpu."),
+        (("precision=fp32",), "Time and cost: not planned in fp32"),
+        (("length={epochs: 1}", "data.train=[{path: nowhere.jsonl}]"), "so the run's time and its cost take the num"),
+    ],
+)
+def test_a_price_is_answered(file: Path, capsys: pytest.CaptureFixture[str], options: tuple[str], says: str) -> None:
+    """Figures of a GPU that are left out cost what takes them, and nothing else."""
+    words = [word for word in options if "=" in word and options[0] != "--gpu"]
+    code, out, _ = said(capsys, file, *words, "--price", "2.5", *(options if options[0] == "--gpu" else ()))
+    assert code == 0
+    assert says in out
+    assert "Recommended: " in out
+
+
+def test_rows_of_epochs_are_estimated_and_then_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    documents = tmp_path / "documents.jsonl"
+    documents.write_text("".join(json.dumps({"text": f"{n} cats sat on {n} mats. " * 9}) + "\n" for n in range(3000)))
+    tree = sections(
+        model={"config": None, "name": str(MODEL)},
+        tokenizer={"vocab_size": None},
+        data={"train": [{"path": str(documents)}], "sequence_length": 64, "cache_dir": str(tmp_path / "cache")},
+        length={"tokens": None, "epochs": 2},
+    )
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(tree))
+    found = []
+    for _ in range(2):
+        code, out, err = said(capsys, recipe, "--json", "--price", 2)
+        assert code == 0, err
+        found.append(json.loads(out))
+        assert main.main(["data", str(recipe)]) == 0
+        capsys.readouterr()
+    estimate, count = (one["rows"] for one in found)
+    assert (estimate[1], count[1]) == ("estimated from the first documents of each source", "as they are prepared")
+    assert estimate[0] == pytest.approx(count[0], rel=0.05)
+    assert found[1]["work"]["steps"] == 2 * count[0] // 64
+    assert found[1]["time"]["cost"] > 0
+    _, out, _ = said(capsys, recipe)
+    assert f"Length: 2 epochs of {count[0]:,} rows, as they are prepared." in out
+
+
+def test_offload_takes_time_and_host_memory() -> None:
+    """PCIe, the host's optimiser, and what rests in host memory; the disk is slower than both."""
+    plan = planned(sections(model={"config": LLAMA_8B, "gradient_checkpointing": True}), number=1)
+    small = planned(sections(), number=1)
+    single, host, disk = (small.times[name, "full"] for name in ("single", "zero3_offload", "zero3_nvme"))
+    assert single.step_s < host.step_s < disk.step_s
+    elements = small.candidates["single", "full"].memory.trained / 4
+    (step,) = [m.seconds for m in host.moved if m.flow.collective == "host_step"]
+    assert step == pytest.approx(28 * elements / 128e9, rel=0.01)
+    (weights,) = [m for m in host.moved if m.flow.of == "weights to the device"]
+    assert weights.seconds == pytest.approx(weights.flow.nbytes / 64e9)
+    cell = plan.candidates["zero3_offload", "full"]
+    # Weights, their fp32 masters, gradients and both moments, in fp32.
+    assert cell.host == pytest.approx(5 * 4 * 8.03e9, rel=0.01)
+
+
+def _with_launch(tmp_path: Path, name: str, **changes: Any) -> Path:
+    """A folder with that launch file, changed, and the shipped one."""
+    folder = tmp_path / "configs"
+    shutil.copytree(ROOT / "ds_configs", tmp_path / "ds_configs", dirs_exist_ok=True)
+    folder.mkdir(exist_ok=True)
+    tree = yaml.safe_load((ROOT / "accelerate_configs" / f"{name}.yaml").read_text())
+    (folder / f"{name}.yaml").write_text(yaml.safe_dump(tree))
+    for section, values in changes.items():
+        tree[section] |= values
+    (folder / f"{name}_changed.yaml").write_text(yaml.safe_dump(tree))
+    return folder
+
+
+def test_wrap_policies_count(tmp_path: Path) -> None:
+    """Without units, FSDP2 gathers the whole network at once."""
+    machines = Machines(gpu_specs.find_gpu("h100-80gb"), 8, 1, 50.0, 0.4)
+    recipe = validate_recipe(sections())
+    for policy, gathers in (("NO_WRAP", True), ("SIZE_BASED_WRAP", None)):
+        folder = _with_launch(tmp_path / policy, "fsdp", fsdp_config={"fsdp_auto_wrap_policy": policy})
+        plan = planner.make_plan(recipe, machines, folder)
+        layers, changed = (plan.candidates[name, "full"] for name in ("fsdp", "fsdp_changed"))
+        if gathers is None:
+            assert "SIZE_BASED_WRAP are not planned" in changed.reason
+            continue
+        whole = 4 * plan.work.parameters
+        assert layers.parts["gathered"] < whole <= changed.parts["gathered"]
+
+
+def test_an_optimiser_on_the_host_is_recommended_as_such(tmp_path: Path) -> None:
+    folder = _with_launch(tmp_path, "zero2", deepspeed_config={"deepspeed_config_file": "../ds_configs/host.json"})
+    config = json.loads((ROOT / "ds_configs" / "zero2.json").read_text())
+    config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    (tmp_path / "ds_configs" / "host.json").write_text(json.dumps(config))
+    machines = Machines(gpu_specs.find_gpu("h100-80gb"), 8, 1, 50.0, 0.4)
+    plan = planner.make_plan(validate_recipe(sections()), machines, folder)
+    assert plan.advice.candidate.name == "zero2"
+    plain, host = plan.candidates["zero2", "full"], plan.candidates["zero2_changed", "full"]
+    assert "rests in host memory" in recommendations.reason_for(host.launch)
+    assert recommendations.preference_of(host.launch, 1) > recommendations.preference_of(plain.launch, 1)
+    # Its state and the fp32 master weights, and gradients, leave the device.
+    assert host.host == pytest.approx(4 * 4 * plan.work.parameters / 8, rel=0.01)
+    assert plan.times["zero2_changed", "full"].step_s > plan.times["zero2", "full"].step_s
+
+
+def test_a_base_without_weights_is_taken_in_the_dtype_of_its_config(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA_8B, "dtype": "bfloat16"}))
+    tree = sections(model={"config": None, "name": str(tmp_path), "gradient_checkpointing": True}, lora={"rank": 16})
+    tree |= {"tokenizer": {}, "batch": {"global_size": 8, "micro_size": 1}}
+    machines = Machines(gpu_specs.find_gpu("RTX4090"), 1, 1, 50.0, 0.4)
+    plan = planner.make_plan(validate_recipe(tree), machines)
+    assert plan.candidates["single", "LoRA"].verdict == "fits"
 
 
 def test_known_gpus_can_be_changed() -> None:
@@ -425,7 +560,7 @@ def test_numbers_of_gpus_that_copies_do_not_divide_leave_them_out(number: int) -
     [
         ("ddp", "--gpus 1", "", "No launch file in .*configs can run on 1 GPU"),
         ("hsdp", "--gpus 3", "", "No launch file in .*configs can run on 3 GPU"),
-        ("ddp", "--gpus 5", "", "global_size 64 is not a multiple of"),
+        ("ddp", "--gpus 5", "", "global_size 64 is not a multiple of the 5"),
         ("ddp", "--gpus 2 --gpu memory=1,bf16=1", "", "nothing fits"),
     ],
 )
@@ -479,14 +614,8 @@ def test_a_terminal_of_80_columns_has_each_launch_file_on_one_line(config: dict[
         plan_report.print_plan(plan, shown)
     lines = re.sub(r"\x1b\[[0-9;]*m", "", captured.get()).splitlines()
     assert max(map(len, lines)) <= 80
-    bars = [line for line in lines if re.search(r"^\w+ +[A-Z·]+ [\d,.]+ [MG]iB(, (host|disk) [\d.]+)*$", line)]
-    assert [line.split()[0] for line in bars] == list(plan.launches)
-    # They are drawn to one scale: what fits is as long as its share of the device, and dots up to the whole.
-    ends = {line.split()[0]: len(line.split()[1]) for line in bars}
-    fitting = {
-        ends[name] for name in ends if plan.candidates[name, plan.kind].peak <= plan.machines.gpu.memory_gib * 2**30
-    }
-    assert len(fitting) == 1
+    rows = [tuple(line.split()[:2]) for line in lines if re.search(r" (m?s|h) +[\d,.]+ (s|h)\s*$", line)]
+    assert rows == list(plan.times)
 
 
 def test_what_nobody_said_is_assumed_aloud(

@@ -152,9 +152,9 @@ Recipes = dict[str, dict[str, Any]]
 class Launcher:
     """Launches recipes; a recipe runs once a session under a launch file, whichever tests and workers ask.
 
-    The first test that asks for a run under a launch file has all runs launched that the session's tests read under
-    it, in one launch: starting up is most of a short run's time. Such a run is named in `LAUNCHED_RUNS` of the test's module:
-    recipes by launch file and name, or a function of this launcher that returns them.
+    The first test that asks for a run under a launch file has all runs launched that the session's tests read under it,
+    in one launch: starting up is most of a short run's time. Such a run is named in `LAUNCHED_RUNS` of the test's
+    module: recipes by launch file and name, or a function of this launcher that returns them.
 
     Args:
         shared: A folder for what the runs leave.

@@ -1,4 +1,4 @@
-"""Uses the private names that no short run reaches, by what `utils/compat` promises of them; for tests/versions/smoke.py.
+"""Uses private names that no short run reaches, by what `utils/compat` promises of them; for tests/versions/smoke.py.
 
 Launched as `private_names_worker.py CHECK FOLDER`; a check that fails raises.
 """

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.config.recipe import validate_recipe
 from finetune.config.recipe_schema import Recipe
-from finetune.distributed.resolve_config import derive_accumulation
+from finetune.distributed.resolve_config import derive_accumulation, micro_rows
 from finetune.distributed.strategies import strategy
 from finetune.models.forward_wrapper import ForwardWrapper
 from finetune.monitoring.metrics import PhaseTimer
@@ -176,16 +176,19 @@ def test_shares_of_the_steps_are_decimals() -> None:
     assert [value < 1.0 for value in lr] == [False] * 42 + [True] * 58
 
 
-@given(world=st.integers(1, 9), micro=st.integers(1, 9), accumulation=st.integers(1, 9))
-def test_accumulation_is_derived_or_the_error_lists_what_fits(world: int, micro: int, accumulation: int) -> None:
-    def sized(global_size: int, micro_size: int) -> Recipe:
-        return recipe(batch={"global_size": global_size, "micro_size": micro_size})
+@given(world=st.integers(1, 9), micro=st.integers(1, 9), share=st.integers(1, 40))
+def test_the_largest_micro_batch_that_divides_is_taken(world: int, micro: int, share: int) -> None:
+    def sized(global_size: int) -> Recipe:
+        return recipe(batch={"global_size": global_size, "micro_size": micro})
 
-    assert derive_accumulation(sized(world * micro * accumulation, micro), world) == accumulation
+    rows = micro_rows(sized(world * share), world)
+    assert rows <= micro
+    assert not any(share % larger == 0 for larger in range(rows + 1, micro + 1))
+    assert derive_accumulation(sized(world * share), world) * rows == share
     if world > 1:
-        # One row more a micro-batch and rank than the batch has.
-        with pytest.raises(RecipeError, match=r"micro_size can be|must be a multiple of"):
-            derive_accumulation(sized(micro, micro), world)
+        near = ", ".join(str(number) for number in (world * (share - 1), world * share) if number)
+        with pytest.raises(RecipeError, match=f"of the {world} processes that share it. Set it to .*{near}"):
+            derive_accumulation(sized(world * share - 1), world)
 
 
 def test_the_norm_of_large_gradients_is_exact() -> None:

@@ -64,6 +64,24 @@ def test_it_may_change_where_it_does_not_matter_or_is_allowed(tmp_path: Path) ->
     assert run_here(allowed).steps[-1] == 20
 
 
+def test_it_is_an_upper_bound(tmp_path: Path) -> None:
+    """The largest that divides is taken and said, also of a network whose path it changes; a resume keeps it."""
+    batch = {"batch": {"global_size": 8, "micro_size": 7}}
+    straight = {
+        dropout: run_here(tree(tmp_path / f"straight-{dropout}", dropout, batch={"global_size": 8, "micro_size": 4}))
+        for dropout in (0.0, 0.5)
+    }
+    says = "batch.micro_size: 7 is 4, the largest up to it that divides the 8 rows of a process"
+    for dropout, one in straight.items():
+        stopped = run_here(tree(tmp_path / f"{dropout}", dropout, **batch), stop_after(12))
+        assert says in stopped.said
+        assert stopped.facts["micro_size"] == {"asked": 7, "rows": 4}
+        assert ("with 4 rows in place of 7 this run takes another path" in stopped.said) == bool(dropout)
+        done = run_here(tree(tmp_path / f"{dropout}", dropout, **batch))
+        assert ("batch.micro_size: 7 is 4, as this run began" in done.said) == bool(dropout)
+        assert done.losses == one.losses
+
+
 def llama(**config: Any) -> nn.Module:
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     return AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", vocab_size=32, **sizes, **config))

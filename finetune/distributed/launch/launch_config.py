@@ -41,6 +41,8 @@ class Launch:
     """Sequence parallelism: ranks that each row is split over. For all else they are data-parallel ranks too."""
     tensor: int = 1
     """Tensor parallelism: ranks that each layer is split over. They follow each other, and compute the same rows."""
+    units: str = "layers"
+    """FSDP2: what is gathered at a time: `layers`, `sized` modules, or the `root`, all but embedding and head."""
     reshard: bool = True
     """FSDP2: weights are freed again between forward and backward."""
     sync_each_batch: bool | None = None
@@ -121,6 +123,8 @@ class ResolvedConfig:
     """Dtype that the network computes in: fp32, bf16 or fp16."""
     accumulation: int
     """Micro-batches an optimiser step and process."""
+    micro_size: int
+    """Rows of a micro-batch: at most the recipe's; 1 while that is `auto`."""
     ds_config: dict[str, Any]
     """The DeepSpeed config, completed from the recipe; empty for other backends."""
 
@@ -452,6 +456,9 @@ def _fsdp(env: Mapping[str, str], plain: Launch) -> Launch:
     return replace(
         plain,
         kind="hsdp" if plain.replicate > 1 else "fsdp",
+        units={"TRANSFORMER_BASED_WRAP": "layers", "SIZE_BASED_WRAP": "sized"}.get(
+            asked.fsdp_auto_wrap_policy or "NO_WRAP", "root"
+        ),
         reshard=asked.fsdp_reshard_after_forward,
         sync_each_batch=None if asked.fsdp_sync_each_batch == "auto" else asked.fsdp_sync_each_batch,
         offload_params=offload,

@@ -320,6 +320,7 @@ def _predict_share(launch: Launch, specs: ParamSpecs, accumulation: int) -> Shar
     return Share(
         frozen=bytes_of(specs.frozen) + specs.rest,
         trained=sum(padded) + 4 * sum(parts),
+        masters=4 * sum(parts),
         stepped=sum(parts),
         summed=elements_of(specs.trained) if whole else sum(parts),
         gradients_from="backward",
@@ -353,6 +354,7 @@ def _stage3_share(launch: Launch, specs: ParamSpecs, section: dict[str, Any]) ->
     return Share(
         frozen=held(specs.frozen) + specs.rest,
         trained=held(specs.trained) + 4 * stepped,
+        masters=4 * stepped,
         stepped=stepped,
         summed=stepped,
         gradients_from="step",

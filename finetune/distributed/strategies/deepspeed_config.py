@@ -5,6 +5,8 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import yaml
+
 from finetune.config.provenance import flat, gives_key
 from finetune.config.recipe_schema import Recipe
 from finetune.distributed.launch.launch_config import Launch, name_deepspeed_device
@@ -24,6 +26,11 @@ _FITTED = (
     "zero_optimization.stage3_param_persistence_threshold",
     "zero_optimization.offload_param.buffer_size",
 )
+
+# Sections of DeepSpeed's that are the recipe's; schedules and keys of optimisers by their names there.
+_SECTIONS = {"optimizer": "optim", "scheduler": "schedule"}
+_SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+_OWN = ("lr", "weight_decay")
 
 # Keys of the recipe that decide a value.
 DECIDES = {
@@ -75,9 +82,10 @@ def complete_config(launch: Launch, recipe: Recipe, *, precision: str, accumulat
             _set(config, key, value)
         elif written[key] != value and key in values:
             contradictions.append(f"{place} says {key}: {written[key]}, {_decider(recipe, key)} makes it {value}")
-    for key in ("optimizer", "scheduler"):
+    for key in _SECTIONS:
         if key in config:
-            contradictions.append(f"{place} has '{key}', which the recipe's optim and schedule decide")
+            words = _recipe_words(key, config[key])
+            contradictions.append(f"{place} has '{key}', which the recipe's optim and schedule decide{words}")
     if written.get("torch_autocast.enabled") and precision != "bf16":
         contradictions.append(f"{place} says torch_autocast.enabled: true, {said_of_precision(recipe, precision)}")
     if contradictions:
@@ -91,6 +99,33 @@ def complete_config(launch: Launch, recipe: Recipe, *, precision: str, accumulat
         )
     _offload_needs_adamw(config, recipe, place)
     return config
+
+
+def _recipe_words(key: str, section: Any) -> str:
+    """Returns the recipe's keys that say what a section `optimizer` or `scheduler` does; "" if none do.
+
+    Source: deepspeed 0.19, `runtime/lr_schedules.py`; its Adam is AdamW, unless told otherwise.
+    """
+    if not isinstance(section, dict):
+        return ""
+    given = {name: value for name, value in (section.get("params") or {}).items() if value not in (AUTO, None)}
+    kind, more, says = str(section.get("type")), "", dict[str, Any]()
+    if key == "optimizer":
+        names = {"Adam": "AdamW" if given.pop("adam_w_mode", True) else "Adam", "Lamb": "LAMB"}
+        says = {"name": names.get(kind, kind)} | {name: given.pop(name) for name in _OWN if name in given}
+        # These choose between implementations.
+        args = {name: value for name, value in given.items() if name not in ("torch_adam", "bias_correction")}
+        says |= {"args": args} if args else {}
+    elif kind in _SCHEDULES:
+        says = {"name": _SCHEDULES[kind]}
+        says |= {"warmup_steps": given["warmup_num_steps"]} if "warmup_num_steps" in given else {}
+        says |= {"WarmupDecayLR": {"floor": 0.0}, "WarmupCosineLR": {"floor": given.get("cos_min_ratio", 1e-4)}}.get(
+            kind, {}
+        )
+        more = f", and optim.lr: {given['warmup_max_lr']}" if "warmup_max_lr" in given else ""
+        more += "" if given.get("warmup_type") == "linear" else " (whose warm-up is linear, not logarithmic)"
+    text = yaml.safe_dump(says, default_flow_style=True, sort_keys=False, width=1000).strip()
+    return f"; the same in the recipe: {_SECTIONS[key]}: {text}{more}" if says else ""
 
 
 def _decider(recipe: Recipe, key: str) -> str:

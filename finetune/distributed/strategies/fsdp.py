@@ -256,6 +256,10 @@ def _predict_gathers(launch: Launch, specs: ParamSpecs) -> tuple[Gathered, int]:
     while this one's are made. Accelerate never frees the head's unit between the passes.
     Source: torch, `FSDPParamGroup.wait_for_unshard` and `post_backward`; accelerate, `fsdp2_prepare_model`.
     """
+    if launch.units == "root":
+        every = bytes_of(specs.params)  # from the first module to the last gradient
+        gathered = Gathered(forward=every, loss=every, loss_gradient=every, backward=every)
+        return gathered, 4 * elements_of(specs.trained)
     # What is in no unit of its own is gathered with the head, or with the root.
     last = [p for p in specs.params if p.unit in ("", specs.head)]
     units = [unit for name, unit in specs.units.items() if name not in ("", specs.head)] or [[]]

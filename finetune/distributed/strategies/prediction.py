@@ -14,7 +14,8 @@ from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.split_parameters import Split
 
 Window = Literal["all", "backward", "last backward", "none"]
-Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "host_copy", "host_step", "disk"]
+"""What moves bytes: ranks, by a collective; a rank to and from its host; its optimiser on the host; a disk."""
 
 COLLECTIVES = ("c10d::", "gloo:", "nccl", "deepspeed_shm_comm")
 """Prefixes of operations that send, in a profile: torch's, gloo's, NCCL's kernels, DeepSpeed's in shared memory."""
@@ -124,6 +125,8 @@ class Share:
     """Frozen weights, buffers and scales."""
     trained: int
     """Trained weights, and their fp32 master weights where these are apart."""
+    masters: int = 0
+    """Of those, fp32 master weights apart, which rest where the optimiser's state does."""
     stepped: int
     """Elements that its optimiser steps."""
     summed: int
@@ -159,7 +162,7 @@ class Flow:
 
     @property
     def what(self) -> str:
-        return f"{self.collective.replace('_', '-')} {self.of}"
+        return f"{self.collective.replace('_', '-')} {self.of}" if self.ranks > 1 else self.of
 
 
 def predict_whole_share(launch: Launch, specs: ParamSpecs, accumulation: int) -> Share:
