@@ -22,6 +22,7 @@ from finetune.utils import json_files
 _DTYPES = {
     torch.int64: "I64",
     torch.float64: "F64",
+    torch.complex64: "C64",
     torch.float32: "F32",
     torch.int32: "I32",
     torch.bfloat16: "BF16",

@@ -195,6 +195,7 @@ class Backend:
                 self.strategy.backward(self, scaled(loss))
             self.unverified = False
             losses.append(loss.detach())
+        self.strategy.reduce_gradients(self, model)
         tensor.reduce_partial(model, self.splits)
         return losses
 

@@ -19,6 +19,11 @@ def local(tensor: Any) -> torch.Tensor:
     return here
 
 
+def held_whole(parameter: Any) -> bool:
+    """Returns whether FSDP2 cannot cut a parameter: one without dimensions, or of whole numbers."""
+    return not parameter.ndim or not (parameter.is_floating_point() or parameter.is_complex())
+
+
 def width_of(model: Any) -> int:
     """Returns the hidden size of a model: from its config, else the largest side of its matrices."""
     config = getattr(model, "config", None)

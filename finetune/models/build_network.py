@@ -258,3 +258,36 @@ def init_weights(network: nn.Module, seed: int) -> nn.Module:
             )
         module.reset_parameters()
     return network
+
+
+# Neither gloo nor NCCL sends them, and safetensors holds no complex numbers of 128 bits.
+_NOT_SENT = (torch.uint16, torch.uint32, torch.uint64, torch.complex32, torch.complex128)
+
+
+def settle_parameters(network: nn.Module) -> nn.Module:
+    """Makes a network's parameters such that every backend can hold and step them, in place.
+
+    What is not contiguous becomes so, in memory of its own. What has no elements, of which there is nothing to train,
+    becomes a buffer of the same name.
+
+    Raises:
+        RecipeError: If a parameter is trained in another dtype than fp32, or no rank can send it to another.
+    """
+    for name, tensor in (*network.named_parameters(), *network.named_buffers()):
+        if tensor.dtype in _NOT_SENT or (tensor.requires_grad and tensor.dtype != torch.float32):
+            raise RecipeError(
+                f"The network's '{name}' is {'trained ' if tensor.requires_grad else ''}in {tensor.dtype}. Trained "
+                "parameters have to be in float32 (`precision` of the recipe says what products are computed in), and "
+                "all others in a dtype that ranks can send each other (not uint16, uint32, uint64 or complex128). Cast "
+                "it in the task's build_model, as network.float() does, keep real and imaginary parts of trained "
+                "complex numbers apart, or set its requires_grad to False."
+            )
+    for module in network.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            # What was sharded as it was loaded only looks empty.
+            if not parameter.numel() and not hasattr(parameter, "ds_id"):
+                delattr(module, name)
+                module.register_buffer(name, parameter.detach())
+            elif not parameter.is_contiguous():
+                parameter.data = parameter.data.contiguous()
+    return network

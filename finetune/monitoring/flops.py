@@ -20,9 +20,10 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
     return None if gpu is None else gpu.bf16_tflops * 1e12
 
 
-def flops_per_target(network: nn.Module, sequence_length: int) -> float:
+def flops_per_target(network: nn.Module, sequence_length: int, *, forward: bool = False) -> float:
     """Training FLOPs a token: 6 a weight in a matrix product (4 if it is frozen), and attention's scores.
 
+    A forward pass alone has 2 a weight, and a third of the scores.
     Of a mixture's experts those count that a token goes through. A head's width is its own, which heads x width need
     not make the hidden size.
 
@@ -37,12 +38,12 @@ def flops_per_target(network: nn.Module, sequence_length: int) -> float:
     looked_up -= {id(p) for p in head.parameters()} if head is not None else set()
     shares = _shares_of_experts(network, text)
     products = sum(
-        (6.0 if p.requires_grad else 4.0) * num_weights(p) * shares.get(id(p), 1.0)
+        (2.0 if forward else 6.0 if p.requires_grad else 4.0) * num_weights(p) * shares.get(id(p), 1.0)
         for name, p in network.named_parameters()
         # The frozen one beside a module that is trained whole, which runs in its place.
         if id(p) not in looked_up and ".original_module." not in name
     )
-    return products + 6.0 * attention_width(text) * sequence_length
+    return products + (2.0 if forward else 6.0) * attention_width(text) * sequence_length
 
 
 def _shares_of_experts(network: nn.Module, text: Any) -> dict[int, float]:

@@ -14,8 +14,9 @@ from finetune.config.recipe_schema import LoraSection, OptimSection, Recipe
 from finetune.data.tokenization.tokenizer import load_tokenizer, num_ids
 from finetune.distributed.split_parameters import UNSPLIT, Splits
 from finetune.distributed.strategies.prediction import ParamSpec, ParamSpecs
-from finetune.distributed.tensor_facts import DTYPES, width_of
+from finetune.distributed.tensor_facts import DTYPES, held_whole, width_of
 from finetune.models import chunked_loss, frozen_weights, lora_adapters, pretrained_files, split_layers
+from finetune.models.build_network import settle_parameters
 from finetune.models.forward_wrapper import ForwardWrapper
 from finetune.models.model_config import read_pretrained_config
 from finetune.models.quantization import BLOCK, kept_modules
@@ -180,7 +181,7 @@ def build_skeleton(recipe: Recipe, stored: str | None, packed_as: Recipe | None 
         raise RecipeError(
             f"task '{recipe.task.name}' has no build_skeleton, which a plan needs to count its network without weights."
         )
-    network = task.build_skeleton(plain, None)
+    network = settle_parameters(task.build_skeleton(plain, None))
     # Before adapters hide what they wrap.
     packable = [(module, module.weight.shape) for module in _packable(network, packed_as or recipe)]
     if recipe.lora is not None:
@@ -212,18 +213,12 @@ def _read_variant(network: nn.Module, kind: str, recipe: Recipe, scales: int) ->
     adapted = {id(wrapper.get_base_layer()) for wrapper in wrappers}
     named: list[tuple[str, Any]] = list(network.named_modules())
     linear = [m for n, m in named if type(m).__name__ in ("Linear", "StoredLinear", "Conv1D") and ".lora_" not in n]
-    # Were all of it trained, each product would be done three times, of which one is forward.
-    network.requires_grad_(True)
-    forward = flops_per_target(network, length) / 3
-    network.requires_grad_(False)
-    for parameter in trained:
-        parameter.requires_grad_(True)
     return Variant(
         kind=kind,
         recipe=recipe,
         specs=_param_specs(caller, recipe, scales, splits),
         flops_per_token=flops_per_target(network, length),
-        forward_flops=forward,
+        forward_flops=flops_per_target(network, length, forward=True),
         parameters=sum(int(getattr(p, "packed_weights", p.numel())) for p in network.parameters()),
         trained=sum(p.numel() for p in trained),
         state_bytes=optimizers.state_bytes(without_paging(recipe.optim)),
@@ -272,6 +267,7 @@ def _param_specs(model: nn.Module, recipe: Recipe, scales: int, splits: Splits) 
                 group=group_of.get(id(p)),
                 unit=unit_of.get(id(p), ""),
                 multiplied=p.ndim >= 2 and id(p) not in looked_up and not packed,
+                whole=held_whole(p),
                 packed=packed,
                 split=splits.parameters.get(name.removeprefix("network.")),
                 partial=name.removeprefix("network.") in splits.partial,

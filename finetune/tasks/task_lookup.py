@@ -49,8 +49,11 @@ def find_task(recipe: Recipe) -> Task:
     loss = import_object(recipe.task.loss, "task.loss")
     if not callable(loss):
         raise RecipeError(f"task.loss: '{recipe.task.loss}' is {type(loss).__name__}, not a function.")
+    from finetune.tasks.task_parts import check_losses
+
     # What counts hits computes the task's own loss by the way.
-    return replace(task, loss_sum=loss, loss_and_correct=None, loss_and_numbers=None, figures_of_counts=None)
+    task = replace(task, loss_sum=loss, loss_and_correct=None, loss_and_numbers=None, figures_of_counts=None)
+    return check_losses(task, f"task.loss: '{recipe.task.loss}'")
 
 
 def _traits_of(task: Task) -> TaskTraits:
@@ -93,7 +96,9 @@ def named_task(recipe: Recipe) -> Task:
         raise RecipeError(
             f"task.name: '{name}' is {type(found).__name__}, not a finetune.tasks.Task or a function that returns one."
         )
-    return found
+    from finetune.tasks.task_parts import check_losses
+
+    return found if name in BUILT_IN else check_losses(found)
 
 
 def built_in_task(fits: Callable[["Head"], bool]) -> Task | None:

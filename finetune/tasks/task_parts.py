@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from finetune.models.build_network import build_meta_model, build_model, init_we
 from finetune.models.head_classes import head_classes
 from finetune.models.heads import NEXT_TOKEN, Head
 from finetune.models.model_config import longest_row, resolve_model_config
-from finetune.tasks.task import Task, TaskData
+from finetune.tasks.task import Batch, Task, TaskData
 from finetune.utils.errors import FinetuneError, RecipeError
 
 
@@ -57,6 +58,45 @@ def adapted_task(task: Task) -> Task:
             return lora_adapters.attach(network, recipe)
 
     return replace(task, build_model=model, build_skeleton=skeleton if build_skeleton is not None else None)
+
+
+def check_losses(task: Task, loss: str = "task.name: the task's loss_sum") -> Task:
+    """Returns a task of a user's own that refuses what its losses should not return, which torch would misread.
+
+    Args:
+        loss: What messages call its `loss_sum`.
+    """
+    checked: dict[str, Any] = {"loss_sum": _checked(task.loss_sum, loss)}
+    for name in ("loss_and_correct", "loss_and_numbers"):
+        if (function := getattr(task, name)) is not None:
+            checked[name] = _checked(function, f"task.name: the task's {name}", _MORE)
+    return replace(task, **checked)
+
+
+_SUM = (
+    "the loss summed over the batch's targets, a float32 tensor of shape () with gradients, such as "
+    "functional.cross_entropy(logits.float(), targets, reduction='sum')"
+)
+_MORE = "one float32 tensor of the summed loss and what follows it, such as torch.stack([loss, correct])"
+
+
+def _checked(function: Callable[..., Any], name: str, wanted: str = _SUM) -> Callable[..., torch.Tensor]:
+    @wraps(function)
+    def loss(network: nn.Module, batch: Batch) -> torch.Tensor:
+        returned = function(network, batch)
+        if not isinstance(returned, torch.Tensor):
+            got = f"{type(returned).__name__}, not a tensor"
+        elif returned.ndim if wanted == _SUM else returned.ndim != 1 or len(returned) < 2:
+            got = f"a tensor of shape {tuple(returned.shape)}"
+        elif returned.dtype != torch.float32:
+            got = f"a tensor in {str(returned.dtype).removeprefix('torch.')}"
+        elif torch.is_grad_enabled() and not returned.requires_grad:
+            got = "a tensor without gradients (detached, or computed of nothing that is trained)"
+        else:
+            return returned
+        raise RecipeError(f"{name} returned {got}. It has to return {wanted} (docs/tasks.md).")
+
+    return loss
 
 
 def build_task_data(

@@ -40,7 +40,7 @@ from finetune.models import (
     quantization,
     split_layers,
 )
-from finetune.models.build_network import check_pretrained, init_weights, set_stop_tokens
+from finetune.models.build_network import check_pretrained, init_weights, set_stop_tokens, settle_parameters
 from finetune.models.forward_wrapper import ForwardWrapper, unwrap
 from finetune.models.pretrained_files import Weights, files_beside
 from finetune.monitoring.flops import flops_per_target
@@ -241,6 +241,8 @@ def _read_inputs(recipe: Recipe, quiet: bool) -> Inputs:
     task = find_task(recipe)
     directory = RunDirectory.check(recipe)
     resume_point.check_resume(recipe.resume.mode, directory)
+    if task.head is None and task.build_skeleton is not None:
+        settle_parameters(task.build_skeleton(recipe, None))  # refused before data is read
     data = task.build_data(recipe, quiet)
     if recipe.sample is not None and task.text:
         # Refused before the first step, not after the last.
@@ -319,7 +321,7 @@ def _build_model(plan: RunPlan, backend: Backend) -> BuiltModel:
     # The values of an encoder-decoder's embeddings say which of them are one.
     whole = task.head is None or task.head.may_be_new or task.head.encodes or recipe.model.quantization is not None
     with backend.loading(pretrained=recipe.model.name is not None and not whole):
-        network = init_weights(task.build_model(recipe, data), recipe.seed)
+        network = settle_parameters(init_weights(task.build_model(recipe, data), recipe.seed))
         products = float8.describe_products(network, recipe.model.fp8)
         set_stop_tokens(network, data.tokenizer, data.ends)
         # A token goes through an encoder or a decoder, which are taken to be alike.

@@ -12,7 +12,7 @@ from finetune.distributed.resolve_config import resolve_config
 from finetune.distributed.strategies.strategy import strategy_of
 from finetune.distributed.tensor_facts import width_of
 from finetune.models import float8, lora_adapters, split_layers
-from finetune.models.build_network import build_meta_model
+from finetune.models.build_network import build_meta_model, settle_parameters
 from finetune.models.forward_wrapper import ForwardWrapper
 from finetune.monitoring.alerts import check_alert
 from finetune.optim import lr_schedule
@@ -64,7 +64,7 @@ def describe(recipe: Recipe, foreseen: PredictedEnvironment | None = None) -> st
         raise RecipeError(
             f"task '{recipe.task.name}' has no build_skeleton, which a dry run needs to count its network."
         )
-    network = task.build_skeleton(with_vocabulary_size(recipe), None)
+    network = settle_parameters(task.build_skeleton(with_vocabulary_size(recipe), None))
     if launch.tensor > 1:
         split_layers.divide(network, loss_by_head=False).check(launch.tensor)
     sizes = [parameter.numel() for parameter in network.parameters()]

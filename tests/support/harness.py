@@ -336,8 +336,11 @@ def weight_difference(one: Result, other: Result) -> float:
     """
     assert one.weights.keys() == other.weights.keys()
     apart = []
-    for name, left in one.weights.items():
-        size = max(left.norm().item(), 1e-3 * left.numel() ** 0.5)
-        apart.append((left - other.weights[name]).norm().item() / size)
+    for name in one.weights:
+        left, right = (
+            side if side.is_floating_point() else side.cfloat() for side in (one.weights[name], other.weights[name])
+        )
+        size = max(left.norm().item(), 1e-3 * max(1, left.numel()) ** 0.5)
+        apart.append((left - right).norm().item() / size)
     # numpy's maximum is NaN where any is; Python's may pass it over.
     return float(np.max(apart))

@@ -18,7 +18,7 @@ import testdata
 import torch
 from forkserver import ForkServer
 from harness import Launcher, Result, weight_difference
-from recipes_for_tests import ADAPTERS, PARITY, SPLIT
+from recipes_for_tests import ADAPTERS, PARITY, SPLIT, keeping, own_network
 
 # The launch files, and in brackets how many processes they start here.
 BACKENDS = {
@@ -40,12 +40,18 @@ TOLERANCE = 1e-4
 
 # Runs that other tests read too, which keep checkpoints.
 KINDS: dict[str, dict[str, Any]] = {"adamw": PARITY["adamw"], "dora": ADAPTERS["dora"], "lora": SPLIT["lora"]}
+# And one whose parameters some backends hold whole.
+KINDS["odd"] = own_network("odd", length={"steps": 4}, checkpoint=keeping(2))
 SPLITTING = ("sp", "fsdp_sp", "tp", "fsdp_tp", "fsdp_tp_sp")
 
 
 def kinds(backend: str) -> list[str]:
     """The recipes that run on a backend: in rows and layers that are split, other dropout masks are drawn."""
-    return ["adamw", *(["lora"] if backend in SPLITTING else ["dora"]), *(["lora"] if backend == "single" else [])]
+    return [
+        "adamw",
+        *(["lora"] if backend in SPLITTING else ["dora", "odd"]),
+        *(["lora"] if backend == "single" else []),
+    ]
 
 
 def straight(launcher: Launcher, backend: str) -> dict[str, Result]:

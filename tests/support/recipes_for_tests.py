@@ -134,6 +134,11 @@ _CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+def own_network(name: str, **sections: Any) -> dict[str, Any]:
+    """One of `own_networks`, which have their own rows."""
+    return base(task={"name": "own_networks:classifier", "args": {"network": name}}, **{**sections, "data": {}})
+
+
 def _architectures() -> dict[str, dict[str, Any]]:
     few = {"length": {"steps": 3}, "data": {**base()["data"], "sequence_length": 64}}
     jobs = {name: base(model={"config": config}, **few) for name, config in _CONFIGS.items()}
@@ -157,6 +162,9 @@ def _architectures() -> dict[str, dict[str, Any]]:
     jobs["uneven"] = base(model={"config": UNEVEN}, optim={"name": "SGD", "lr": 0.1, "args": {"momentum": 0.9}}, **few)
     jobs["mlp"] = base(task={"name": "own_task:mlp", "args": {"dropout": 0.1}}, **{**few, "data": {}})
     jobs["mlp_from_meta"] = base(task={"name": "own_task:mlp", "args": {"meta": True}}, **{**few, "data": {}})
+    for name in ("encoder", "attention", "gpt", "vit", "odd", "few_rows"):
+        # torch's attention has the biases of its keys, whose gradient is rounding, among others: Adam would step them.
+        jobs[f"own_{name}"] = own_network(name, optim={**SGD, "lr": 0.05, "args": {}}, **few)
     return jobs
 
 

@@ -76,6 +76,8 @@ def _config(runtime: Runtime) -> dict[str, Any]:
 
 
 def _prepare(runtime: Runtime, model: nn.Module, optimizer: torch.optim.Optimizer) -> Prepared:
+    from finetune.utils.compat.deepspeed_private import viewing_scalars
+
     launch, config = runtime.launch, _config(runtime)
     sizes = [getattr(p, "ds_numel", p.numel()) for p in model.parameters()]
     deepspeed_config.fit_to_model(config, hidden_size=width_of(model), parameter_sizes=sizes)
@@ -84,15 +86,16 @@ def _prepare(runtime: Runtime, model: nn.Module, optimizer: torch.optim.Optimize
         shard: Any = getattr(parameter, "ds_tensor", None)
         if shard is not None and shard.dtype != parameter.dtype:
             shard.data = shard.data.to(parameter.dtype)
-    if launch.offload_params == "nvme" and not any(hasattr(p, "ds_id") for p in model.parameters()):
-        import deepspeed
+    with viewing_scalars():
+        if launch.offload_params == "nvme" and not any(hasattr(p, "ds_id") for p in model.parameters()):
+            import deepspeed
 
-        # Shards a whole model before DeepSpeed does, so that NVMe holds it in its own dtype. Left to itself, DeepSpeed
-        # 0.19 takes the dtype of what it swaps from the device instead of the model where fp16 is not supported: fp32
-        # parameters would go to disk, and come back, as bf16.
-        # Source: `Init._set_dtype` in `runtime/zero/partition_parameters.py` (a conditional's precedence).
-        deepspeed.zero.Init(module=model, config_dict_or_path=config)
-    wrapped, prepared = strategy.prepare(runtime, model, optimizer)
+            # Shards a whole model before DeepSpeed does, so that NVMe holds it in its own dtype. Left to itself,
+            # DeepSpeed 0.19 takes the dtype of what it swaps from the device instead of the model where fp16 is not
+            # supported: fp32 parameters would go to disk, and come back, as bf16.
+            # Source: `Init._set_dtype` in `runtime/zero/partition_parameters.py` (a conditional's precedence).
+            deepspeed.zero.Init(module=model, config_dict_or_path=config)
+        wrapped, prepared = strategy.prepare(runtime, model, optimizer)
     if launch.kind == "zero3":
         _plan_gathers_by_training(wrapped)
     return wrapped, prepared

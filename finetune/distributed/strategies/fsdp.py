@@ -1,5 +1,6 @@
 """FSDP2: weights, gradients and optimiser state sharded over ranks, whole copies of the shards on several (hsdp)."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
@@ -27,6 +28,7 @@ from finetune.distributed.strategies.prediction import (
 from finetune.distributed.strategies.strategy import TIMEOUT, Prepared, Runtime, Strategy
 from finetune.distributed.tensor_facts import (
     DTYPES,
+    held_whole,
     inner_name,
     inner_optimizer,
     local,
@@ -74,6 +76,9 @@ def _enter_fsdp_on_gloo() -> None:
 def _prepare(runtime: Runtime, model: nn.Module, optimizer: torch.optim.Optimizer) -> Prepared:
     launch = runtime.launch
     before = sum(len(group["params"]) for group in optimizer.param_groups)
+    # torch moves them to no device.
+    whole = nn.ParameterList(p for p in model.parameters() if held_whole(p)).to(runtime.device)
+    runtime.accelerator.state.fsdp_plugin.ignored_modules = [whole]
     wrapped: Any
     with sharding_over_mesh(runtime):
         wrapped, prepared = strategy.prepare(runtime, model, optimizer)
@@ -84,8 +89,15 @@ def _prepare(runtime: Runtime, model: nn.Module, optimizer: torch.optim.Optimize
             "never be trained. This is a fault of the installed accelerate; install a version that was tested "
             "(`finetune doctor`)."
         )
+    inner = inner_optimizer(prepared)
+    for group in list(inner.param_groups):
+        # One call of an optimiser's kernel takes either kind.
+        apart = [p for p in group["params"] if held_whole(p)]
+        if apart and len(apart) < len(group["params"]):
+            group["params"] = [p for p in group["params"] if not held_whole(p)]
+            inner.add_param_group({**group, "params": apart})
     if launch.offload_optimizer != "none":
-        torch_private.never_skip_steps(inner_optimizer(prepared))
+        torch_private.never_skip_steps(inner)
     if launch.sync_each_batch:
         # Ranks may use different weights in a micro-batch (experts): what they reduce must match.
         wrapped.set_reduce_scatter_unused_params(True)
@@ -126,7 +138,8 @@ def _check_gradients(runtime: Runtime, model: Any, last: bool) -> Iterator[None]
         }
         gathered = [name for name, leaf in trained.items() if leaf is not None or name not in named]
         strategy.refuse_unused(trained, gathered, "torch cannot hold their gradients")
-    with strategy.expect_decayed(trained, runtime.optimizer) if each else nullcontext():
+    # Missing gradients of what is held whole are taken for zeros in any case.
+    with strategy.expect_decayed({**(trained if each else {}), **_trained_whole(model)}, runtime.optimizer):
         yield
     if not last:
         _check_held_gradients(runtime.launch, model)
@@ -141,20 +154,44 @@ def _leaves(model: Any) -> dict[str, torch.Tensor | None]:
     }
 
 
+def _trained_whole(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Returns the trained parameters that each rank holds whole."""
+    return {inner_name(name): p for name, p in model.named_parameters() if p.requires_grad and held_whole(p)}
+
+
+@torch.no_grad()
+def _reduce_gradients(runtime: Runtime, model: nn.Module) -> None:
+    """Averages the gradients of parameters that each rank holds whole, which FSDP2 leaves to it."""
+    if whole := [*_trained_whole(model).values()]:
+        group = runtime.mesh.groups["average"]
+        gradients = torch.stack([torch.zeros_like(p) if p.grad is None else p.grad for p in whole])
+        averaged = gradients.to(DTYPES[runtime.reduce_dtype]).div_(group.size)
+        torch.distributed.all_reduce(averaged, group=group.handle)
+        for parameter, gradient in zip(whole, averaged.float(), strict=True):
+            parameter.grad = gradient
+
+
+def _clip_gradients(model: nn.Module, norm: torch.Tensor, max_norm: float) -> None:
+    for whole in (False, True):
+        nn.utils.clip_grads_with_norm_([p for p in model.parameters() if held_whole(p) is whole], max_norm, norm)
+
+
 def _check_held_gradients(launch: Launch, model: nn.Module) -> None:
     """Refuses a run whose gradients between a step's micro-batches are held otherwise than was asked."""
-    whole = cut = 0
+    whole = cut = here = 0
     for group in sharding.fsdp_param_groups(model):
         for parameter in group.fsdp_params:
             unsharded = sharding.unsharded(parameter)
             found = [parameter.unsharded_accumulated_grad, None if unsharded is None else unsharded.grad]
             whole += sum(tensor.nbytes for tensor in found if tensor is not None)
             cut += 0 if parameter.sharded_param.grad is None else local(parameter.sharded_param.grad).nbytes
+            here += local(parameter.sharded_param).numel() if parameter.sharded_param.requires_grad else 0
         # What waits to be summed over the copies of a hybrid shard.
         waiting = sharding.partial_reduce_output(group)
         cut += 0 if waiting is None else waiting.nbytes
     unwanted, wanted = (whole, cut) if launch.sync_each_batch else (cut, whole)
-    if unwanted or not wanted:
+    # Of a head with few rows a rank may have none, and so no gradients either.
+    if unwanted or (here and not wanted):
         raise BackendError(
             f"What runs is not what {launch.file or 'the launch environment'} asks for: with fsdp_sync_each_batch "
             f"{str(bool(launch.sync_each_batch)).lower()}, gradients between micro-batches are held as {whole:,} bytes "
@@ -175,7 +212,7 @@ def _of_shards(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def checked(runtime: Runtime, network: nn.Module, *state: Any, **options: Any) -> Any:
         for name, parameter in network.named_parameters():
-            if parameter.requires_grad and not hasattr(parameter, "full_tensor"):
+            if parameter.requires_grad and not held_whole(parameter) and not hasattr(parameter, "full_tensor"):
                 raise BackendError(f"The parameter '{name}' is not sharded at this moment: call reshard(model) first.")
         return function(runtime, network, *state, **options)
 
@@ -215,8 +252,8 @@ def _due(tensors: list[Any], mesh: Any, whole: Mapping[int, int]) -> float:
     """Returns the share of some tensors that is this rank's by FSDP2's rule."""
     # The mesh of hybrid shard is (replicas, shards).
     rank, shards = (0, 1) if mesh is None else (mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1))
-    here = sum(rows_of(t.shape[0], rank, shards) * (t.numel() // max(1, t.shape[0])) for t in tensors)
-    return float(here / max(1, sum(whole[id(t)] for t in tensors)))
+    here = (t.numel() if held_whole(t) else rows_of(t.shape[0], rank, shards) * math.prod(t.shape[1:]) for t in tensors)
+    return float(sum(here) / max(1, sum(whole[id(t)] for t in tensors)))
 
 
 def rows_of(rows: int, rank: int, shards: int) -> int:
@@ -232,7 +269,7 @@ def _predict_share(launch: Launch, specs: ParamSpecs, accumulation: int) -> Shar
     shards = launch.averaged_ranks // launch.replicate
 
     def part(param: ParamSpec) -> int:
-        return rows_of(param.shape[0], 0, shards) * (param.elements // max(1, param.shape[0]))
+        return param.elements if param.whole else rows_of(param.shape[0], 0, shards) * math.prod(param.shape[1:])
 
     stepped, whole = sum(map(part, specs.trained)), launch.holds_whole_gradients(accumulation)
     gathered, in_flight = _predict_gathers(launch, specs)
@@ -305,6 +342,8 @@ STRATEGY = Strategy(
     autocast=strategy.uncached_autocast,
     no_sync=_no_sync,
     check_gradients=_check_gradients,
+    reduce_gradients=_reduce_gradients,
+    clip_gradients=_clip_gradients,
     reshard=_reshard,
     read_state=_of_shards(strategy.read_state),
     write_state=_of_shards(strategy.write_state),

@@ -34,6 +34,8 @@ class ParamSpec:
     """Unit that it is gathered with: a layer, the embedding or the head, or "" for the rest."""
     multiplied: bool
     """True if autocast makes a copy of it in 16 bit."""
+    whole: bool = False
+    """True if FSDP2 cannot cut it (`tensor_facts.held_whole`)."""
     packed: int = 0
     """How many weights it stands for, if they are packed: they are read back for each product."""
     split: Split | None = None

@@ -294,6 +294,8 @@ class Strategy:
     )
     """The context of the first micro-batches of a run, in which gradients are checked; whether it is a step's last."""
     backward: Callable[[Runtime, torch.Tensor], None] = backward
+    reduce_gradients: Callable[[Runtime, nn.Module], None] = lambda runtime, model: None
+    """Averages over ranks, once a window, the gradients that the backward pass has left as they are."""
     grad_norm: Callable[[Runtime, nn.Module], torch.Tensor] = grad_norm
     clip_gradients: Callable[[nn.Module, torch.Tensor, float], None] = clip_gradients
     step: Callable[[Runtime, Any, torch.Tensor], None] = step

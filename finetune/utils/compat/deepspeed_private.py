@@ -1,5 +1,10 @@
 """Private or new names of DeepSpeed: its state, swapping of state to NVMe, and the order of gathers."""
 
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest.mock import patch
+
+import torch
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -47,3 +52,16 @@ update_weights = DeepSpeedZeroOptimizer_Stage3._reassign_or_swap_out_partitioned
 
 invalidate_trace = PartitionedParameterCoordinator._invalidate_trace
 """Forgets the order in which modules of a coordinator were gathered."""
+
+
+def viewing_scalars() -> AbstractContextManager[Any]:
+    """Lets DeepSpeed view tensors without dimensions as bytes, as it does with all that it broadcasts.
+
+    Source: deepspeed 0.19, `_broadcast_model` in `runtime/engine.py`, `_zero_init_param` in `partition_parameters.py`.
+    """
+    view: Any = torch.Tensor.view
+
+    def of_bytes(tensor: torch.Tensor, *shape: Any) -> Any:
+        return view(tensor.reshape(1) if shape == (torch.uint8,) and not tensor.ndim else tensor, *shape)
+
+    return patch.object(torch.Tensor, "view", of_bytes)
