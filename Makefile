@@ -15,7 +15,7 @@ PYTEST_ARGS ?=
 DEMO_THREADS := $(shell n=$$(( $(CORES) / 2 )); echo $$(( n < 1 ? 1 : n )))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-qlora test durations test-quick test-search test-smoke test-wheel test-resume test-chaos check docs support-matrix ops format clean
+.PHONY: help setup demo demo-qlora test durations test-quick test-search test-smoke test-extras test-wheel test-resume test-chaos check docs support-matrix ops format clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -61,6 +61,17 @@ test-search: setup  ## Search other examples for one that breaks a property, TIM
 # One after the other, since their runs are shared, and start as forks of one process.
 test-smoke: setup  ## What CI runs with other versions of the libraries: each way to launch, in a minute
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(PY) -m pytest -n 0 $(PYTEST_ARGS) tests/versions/smoke.py
+
+# Extras that development leaves out: large, and with what they bring (scikit-learn, SciPy) other libraries import more. What
+# is installed stays in the environment.
+EXTRAS := -e '.[gguf,harness,serve]' xllamacpp==2026.10.11549
+EXTRAS += kubernetes-validate==1.37.0 kubernetes==35.0.0 kubeflow-trainer-api==2.3.0
+test-extras: setup  ## Install GGUF, lm-eval, a server and schemas of clusters, and run the tests that need them
+	@$(PY) -m pip install -q --disable-pip-version-check --no-compile --no-build-isolation -c $(CONSTRAINTS) $(EXTRAS)
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false \
+	  $(PY) -m pytest -n $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS) \
+	  tests/export/test_evaluate_harness.py tests/export/test_export_chat.py tests/export/test_gguf.py \
+	  tests/cli/test_print_cluster_job.py -k "harness or serves or gguf or kubernetes_accepts"
 
 test-resume: setup  ## Resume every backend's checkpoint on every backend; writes docs/resume-matrix.md (about 30 minutes)
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(PY) tests/support/matrix.py docs/resume-matrix.md

@@ -1,6 +1,6 @@
-"""Uses private names that no short run reaches, by what `utils/compat` promises of them; for tests/versions/smoke.py.
+"""Uses the private names that no short run reaches, by what `utils/compat` promises of them.
 
-Launched as `private_names_worker.py CHECK FOLDER`; a check that fails raises.
+For tests/versions/smoke.py, which launches it as `private_names_worker.py CHECK FOLDER`; a check that fails raises.
 """
 
 import importlib
@@ -17,17 +17,30 @@ from packaging.version import Version
 from recipes_for_tests import LLAMA
 from torch import distributed, nn
 from torch.utils import cpp_extension
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from finetune.checkpoint.run_fingerprint import depends_on_micro_size
 from finetune.distributed import native_ops
 from finetune.distributed.state import zero_state
 from finetune.distributed.strategies import strategy
 from finetune.models import attention
+from finetune.models.build_network import init_weights
 from finetune.utils import exit_codes
 from finetune.utils.compat import peft_private, torch_private, transformers_private
 from finetune.utils.compat.datasets_private import fingerprint
 
 TORCH = Version(torch.__version__).release
+
+
+# Asks to be started again, once.
+WORKER = """
+import sys
+from pathlib import Path
+
+starts = Path(sys.argv[1])
+starts.write_text(starts.read_text() + "x")
+sys.exit(75 if starts.read_text() == "x" else 0)
+"""
 
 
 def llama(**config: Any) -> Any:
@@ -48,8 +61,6 @@ def optimizers(folder: Path) -> None:
 
 def modules(folder: Path) -> None:
     """What depends on how a batch is cut is known by its class."""
-    from finetune.checkpoint.run_fingerprint import depends_on_micro_size
-
     assert depends_on_micro_size(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
     assert depends_on_micro_size(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)))
     assert not depends_on_micro_size(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.Dropout(0.0)))
@@ -112,19 +123,20 @@ def elastic(folder: Path) -> None:
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    script, told = folder / "worker.py", []
-    script.write_text("import pathlib, sys\nfile = pathlib.Path(sys.argv[1])\nn = len(file.read_text())\n"
-                      "file.write_text('x' * (n + 1))\nsys.exit(75 if n == 0 else 0)\n")  # fmt: skip
-    (folder / "starts").write_text("")
-    once = LaunchConfig(
-        1, 1, 1, run_id="smoke", rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0", max_restarts=0, monitor_interval=0.02
-    )
-    with torch_private.no_failure(
-        75, lambda handler: told.append(len(torch_private.rendezvous_state(handler).participants))
-    ):
-        elastic_launch(once, sys.executable)("-S", str(script), str(folder / "starts"))
-    assert (folder / "starts").read_text() == "xx"
-    assert told == [1]
+    starts = folder / "starts"
+    starts.write_text("")
+    (folder / "worker.py").write_text(WORKER)
+    here = {"rdzv_backend": "c10d", "rdzv_endpoint": "127.0.0.1:0", "run_id": "smoke"}
+    once = LaunchConfig(1, 1, 1, max_restarts=0, monitor_interval=0.02, **here)
+    machines = []
+
+    def note(handler: Any) -> None:
+        machines.append(len(torch_private.rendezvous_state(handler).participants))
+
+    with torch_private.no_failure(75, note):
+        elastic_launch(once, sys.executable)("-S", str(folder / "worker.py"), str(starts))
+    assert starts.read_text() == "xx"
+    assert machines == [1]
 
     parameters = RendezvousParameters("c10d", "127.0.0.1:0", "left", 1, 1, is_host="true", join_timeout="60")
     backend, store = create_backend(parameters)
@@ -176,19 +188,12 @@ def networks(folder: Path) -> None:
     assert network.lm_head.weight is not network.model.embed_tokens.weight
     torch.testing.assert_close(network.lm_head.weight, network.model.embed_tokens.weight)
     assert transformers_private.tied_names(type(network)), "the class ties as before"
-    from finetune.models.build_network import init_weights
-
     with torch.device("meta"):
         bare = llama()
     filled = [init_weights(bare, seed).state_dict() for seed in (0, 0, 1)]
     assert all(torch.equal(filled[0][name], tensor) for name, tensor in filled[1].items())
     assert not all(torch.equal(filled[0][name], tensor) for name, tensor in filled[2].items())
-    assert (
-        attention.choose_attention(
-            "auto", bare.config, importlib.import_module("transformers").AutoModelForCausalLM, told=True
-        )
-        == attention.NAME
-    )
+    assert attention.choose_attention("auto", bare.config, AutoModelForCausalLM, told=True) == attention.NAME
 
 
 class Disk:
@@ -243,12 +248,8 @@ def swaps(folder: Path) -> None:
     distributed.destroy_process_group()
 
 
-CHECKS = {
-    check.__name__: check
-    for check in (
-        optimizers, modules, compiled, processor, builds, collectives, elastic, rows, adapters, networks, swaps,
-    )
-}  # fmt: skip
+_ALL = (optimizers, modules, compiled, processor, builds, collectives, elastic, rows, adapters, networks, swaps)
+CHECKS = {check.__name__: check for check in _ALL}
 
 if __name__ == "__main__":
     CHECKS[sys.argv[1]](Path(sys.argv[2]))

@@ -1,7 +1,7 @@
 """Notes which uses of libraries' private names are reached, in every fork of a session (`forkserver.py`).
 
-Once `begin` has named a folder, the modules of `MODULES` are compiled with a note at each use: at each private name
-in a function, at the beginning of each function, which a library may have to call, and at each call of a library's
+Once `begin` has named a folder, the modules of `MODULES` are compiled with a note at each use: at each private name in
+a function, at the beginning of each function, which a library may have to call, and at each call of a library's
 function that has got another name. A note is a line of a process's own file. `unused` says what nobody has reached.
 """
 
