@@ -95,7 +95,7 @@ def load_named_recipe(parsed: argparse.Namespace) -> "Recipe":
     from finetune.config.recipe import load_recipe
     from finetune.tasks.task_lookup import BUILT_IN
 
-    return load_recipe(parsed.recipe, parsed.overrides, BUILT_IN)
+    return load_recipe(parsed.recipe, parsed.overrides, BUILT_IN, quiet=getattr(parsed, "quiet", False))
 
 
 def prepare_libraries() -> None:

@@ -20,7 +20,7 @@ from finetune.cli.choose_launch import UNPLANNED, sharing, this_machine
 from finetune.cli.recipe_sizes import RecipeSizes, default_sizes, size_recipe
 from finetune.config import path_kinds
 from finetune.config.provenance import Origin
-from finetune.config.recipe import RecipeLoader, apply_override, dump_tree, validate_recipe
+from finetune.config.recipe import RecipeLoader, apply_override, dump_tree, recipe_layers, validate_recipe
 from finetune.config.recipe_schema import Recipe
 from finetune.data.class_labels import ClassList
 from finetune.data.source_survey import Kind, SourceSurvey, survey_source, token_lengths
@@ -131,7 +131,7 @@ class KeptRecipe:
     """Lines on the data, and how to go on."""
 
 
-def make_recipe(project: Project, overrides: Sequence[str]) -> KeptRecipe:
+def make_recipe(project: Project, overrides: Sequence[str], *, quiet: bool = False) -> KeptRecipe:
     """Makes the recipe of a project, or reads the one that the same command has left in the run directory.
 
     Raises:
@@ -158,10 +158,8 @@ def make_recipe(project: Project, overrides: Sequence[str]) -> KeptRecipe:
         draft = _draft_recipe(replace(project, output=folder), place)
         text, lines = draft.text(), [*draft.lines, f"Recipe: {file}"]
         if overrides:
-            made, tree = parse(text, RecipeLoader), parse(text, RecipeLoader)
-            for override in overrides:
-                apply_override(tree, override)
-            validate_recipe(tree, Origin("The recipe that is made", made, overrides), BUILT_IN)
+            trees = recipe_layers(parse(text, RecipeLoader), overrides, "the recipe that is made", quiet=quiet)
+            validate_recipe(tree := trees[-1], Origin("The recipe that is made", trees[0], overrides), BUILT_IN)
             text = dump_tree(tree)
         text = f"# {command}\n{text}"
     recipe = validate_recipe(parse(text, RecipeLoader), str(file), BUILT_IN)

@@ -131,7 +131,7 @@ def sft(parsed: argparse.Namespace) -> None:
     from finetune.utils.temporary_folders import temporary_folder
 
     project = Project(parsed.task, parsed.model, parsed.data, parsed.adapters, parsed.output)
-    made = make_recipe(project, parsed.overrides)
+    made = make_recipe(project, parsed.overrides, quiet=parsed.quiet)
     parsed.overrides = []
     if not parsed.quiet:
         print("\n".join(made.lines))

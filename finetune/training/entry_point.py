@@ -65,7 +65,8 @@ def load_checked(parsed: argparse.Namespace) -> "Recipe":
     from finetune.config.recipe import load_recipe
     from finetune.tasks.task_lookup import BUILT_IN
 
-    recipe = load_recipe(parsed.recipe, parsed.overrides, BUILT_IN)
+    quiet = getattr(parsed, "quiet", False) or orphan_watch.is_own_launcher()  # which has said it
+    recipe = load_recipe(parsed.recipe, parsed.overrides, BUILT_IN, quiet=quiet)
     path_kinds.check_paths(recipe)
     go_offline_if_unreachable()
     hub_access.require_model(recipe.model.name, "model.name")

@@ -63,6 +63,24 @@ def test_a_recipe_by_name_with_sections_and_overrides() -> None:
     assert recipe.model == plain.model
 
 
+def test_what_is_set_here_replaces_the_keys_that_it_excludes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Sections, overrides and objects alike; two of them that exclude each other are refused."""
+    sample = load_recipe("sample")
+    assert sample.length.steps is not None
+    for recipe in (load_recipe("sample", length={"epochs": 2}), load_recipe(sample, "length.epochs=2")):
+        assert recipe.length.model_dump(exclude_none=True) == {"epochs": 2.0}
+    steps = sample.length.steps
+    in_file, of_recipe = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(rf"length\.epochs replaces length\.steps: {steps} of .*sample\.yaml:\d+", in_file)
+    assert of_recipe == f"length.epochs=2 replaces length.steps: {steps} of the recipe"
+    with pytest.raises(RecipeError, match=r"^length\.epochs and length\.tokens=5 exclude each other: length: give"):
+        load_recipe("sample", "length.tokens=5", length={"epochs": 2})
+    with pytest.raises(RecipeError, match=r"^task\.class_weights=balanced and task\.loss=.* exclude each other"):
+        train(mlp(tmp_path), "task.class_weights=balanced", loss=print)
+
+
 def test_typed_sections_give_what_was_set_and_keep_the_rest() -> None:
     typed = load_recipe("sample", optim=finetune.OptimSection(lr=1e-2), data=finetune.DataSection(add_eos=False))
     plain = load_recipe("sample", optim={"lr": 1e-2}, data={"add_eos": False})
