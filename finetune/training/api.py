@@ -29,7 +29,7 @@ from finetune.utils import signals
 from finetune.utils.atomic_files import write_text
 from finetune.utils.errors import DataError, LaunchError, RecipeError
 from finetune.utils.exit_codes import REQUEUE
-from finetune.utils.import_object import HANDED_OVER, handed_over
+from finetune.utils.import_object import HANDED_OVER, handed_over, refuse_while_importing
 from finetune.utils.shipped_files import launch_file, recipe_file
 from finetune.utils.temporary_folders import temporary_folder
 
@@ -291,6 +291,7 @@ def _with_objects(
     source: Source, overrides: Sequence[str], objects: Objects, *, quiet: bool
 ) -> Iterator[tuple[Recipe, dict[str, str]]]:
     """The recipe with the names of what is handed over, which can be imported meanwhile; and these names."""
+    refuse_while_importing()
     unknown = sorted(objects.keys() - Objects.__annotations__.keys())
     if unknown:
         raise TypeError(f"unknown: {', '.join(unknown)}; allowed: {', '.join(Objects.__annotations__)}")

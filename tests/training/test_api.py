@@ -357,6 +357,35 @@ def test_the_page_runs(tmp_path: Path, quick_python: str) -> None:
     assert np.allclose(alone.metrics["loss"], launched.metrics["loss"], rtol=1e-6)
 
 
+def test_a_script_is_run_once(tmp_path: Path, quick_python: str) -> None:
+    """Without a guard, whether its functions are handed over or named: to plan, too, nobody imports it again."""
+    tree = language_model(tmp_path, data={"train": [{"sample": 40}], "sequence_length": 32, "cache_dir": "cache"})
+    (tmp_path / "mine.py").write_text(
+        f"""import json, finetune, torch
+print("runs")
+def loss(network, batch):
+    logits = finetune.causal_lm_logits(network, batch).float().flatten(0, 1)
+    return torch.nn.functional.cross_entropy(logits, batch["targets"].flatten(), reduction="sum")
+tree = json.loads({json.dumps(tree)!r})
+print(finetune.train(tree, quiet=True, loss=loss).recipe.task.loss)
+for name in ("mine.py:loss", "mine:loss"):
+    print(finetune.train(tree, "output.overwrite=true", f"task.loss={{name}}", quiet=True).status)
+"""
+    )
+    done = subprocess.run(
+        [quick_python, "mine.py"], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split() == ["runs", f"{tmp_path / 'mine.py'}:loss", "finished", "finished"]
+
+
+def test_a_script_that_starts_a_run_when_it_is_imported_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("import finetune\ndef loss(network, batch): ...\nfinetune.launch({}, 'single')\n")
+    with pytest.raises(RecipeError, match=r"mine\.py starts a run when it is imported.* below `if __name__ == "):
+        import_object(f"{tmp_path / 'mine.py'}:loss", "task.loss")
+    assert import_object("json:loads", "task.loss") is json.loads
+
+
 def test_a_launch_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
     with pytest.raises(LaunchError, match=r"^optim\.name: 'nonesuch' is no optimiser"):
