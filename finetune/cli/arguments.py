@@ -2,7 +2,6 @@
 
 import argparse
 import math
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -102,8 +101,3 @@ def prepare_libraries() -> None:
     """Tells libraries, before they are imported, to be silent and whether the hub can be reached."""
     go_offline_if_unreachable()
     silence_libraries()
-
-
-def to_stderr(text: str) -> None:
-    """Prints a line on stderr."""
-    print(text, file=sys.stderr, flush=True)

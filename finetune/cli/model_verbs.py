@@ -14,6 +14,7 @@ from finetune.utils.compat.library_versions import require_installed, untested_v
 from finetune.utils.errors import CheckpointError, RecipeError
 from finetune.utils.hub_access import go_offline_if_unreachable
 from finetune.utils.library_imports import silence_libraries
+from finetune.utils.quoting import to_stderr, to_stdout, visible
 
 if TYPE_CHECKING:
     from finetune.export.load_model import LoadedModel
@@ -109,7 +110,7 @@ def export(parsed: argparse.Namespace) -> None:
         export_weights.check_login(parsed.push_to)  # before the work, not after it
     to = Path(parsed.to) if parsed.to else None
     options = {name: getattr(parsed, name) for name in ("step", "base", "shard_size", "trust_remote_code")}
-    folder = export_weights.export_weights(Path(parsed.run), parsed.kind, print, to=to, **options)
+    folder = export_weights.export_weights(Path(parsed.run), parsed.kind, to_stdout, to=to, **options)
     if parsed.push_to is not None:
         print(f"Uploaded: {export_weights.push_folder(folder, parsed.push_to)}")
 
@@ -119,7 +120,8 @@ def generate(parsed: argparse.Namespace) -> None:
     arguments.prepare_libraries()
     from finetune.export.generate_text import SamplingOptions, generate_text
 
-    write = partial(print, end="", flush=True)
+    # A file gets the text as it is.
+    write = partial(to_stdout if sys.stdout.isatty() else print, end="")
     options = SamplingOptions(parsed.max_new_tokens, parsed.temperature, parsed.top_k, parsed.top_p, parsed.seed)
     opened = _open(parsed)
     if opened.writes_text and not parsed.chat:
@@ -174,7 +176,7 @@ def predict(parsed: argparse.Namespace) -> None:
         else:
             written = (predict_files.csv_lines if to_csv else predict_files.json_lines)(found, names, key)
         if target is None:
-            sys.stdout.writelines(written)
+            sys.stdout.writelines(map(visible, written) if sys.stdout.isatty() else written)
             return
         lines = list(written)
     try:
@@ -182,7 +184,7 @@ def predict(parsed: argparse.Namespace) -> None:
     except OSError as error:
         raise CheckpointError(f"--output {target} cannot be written: {error.strerror or error}.") from error
     what = "spans" if to_csv and opened.task.tagged else "documents"
-    arguments.to_stderr(f"Written: {len(lines) - to_csv:,} {what} into {target}.")
+    to_stderr(f"Written: {len(lines) - to_csv:,} {what} into {target}.")
 
 
 def _fields(parsed: argparse.Namespace) -> dict[str, str | None]:
@@ -203,7 +205,7 @@ def evaluate(parsed: argparse.Namespace) -> None:
 
     with evaluate_files.told_in_flags():
         recipe = evaluate_files.recipe_of(opened, parsed.data, fields=_fields(parsed), chat=parsed.chat)
-        found = evaluate_files.evaluate_files(opened, recipe, arguments.to_stderr)
+        found = evaluate_files.evaluate_files(opened, recipe, to_stderr)
     if parsed.json:
         print(json.dumps(found))
         return
@@ -265,15 +267,15 @@ def _evaluate_harness(parsed: argparse.Namespace) -> None:
     else:
         plain_console().print(evaluate_harness.results_table(rows))
     if opened.home is not None:
-        arguments.to_stderr(f"Written: {evaluate_harness.add_results(opened.home, rows)}")
+        to_stderr(f"Written: {evaluate_harness.add_results(opened.home, rows)}")
 
 
 def _open(parsed: argparse.Namespace, *, exact: bool = False) -> "LoadedModel":
     """Opens what `run` and `base` name; says so, since it takes a while."""
     go_offline_if_unreachable()
     if text := untested_versions():
-        arguments.to_stderr(text)
-    arguments.to_stderr(f"Opening {parsed.run}.")
+        to_stderr(text)
+    to_stderr(f"Opening {parsed.run}.")
     hub_access.require_model(parsed.run, None)
     hub_access.require_model(parsed.base, "--base")
     silence_libraries()
@@ -282,5 +284,5 @@ def _open(parsed: argparse.Namespace, *, exact: bool = False) -> "LoadedModel":
     trusted = parsed.trust_remote_code
     opened = load_model(parsed.run, step=parsed.step, base=parsed.base, exact=exact, trust_remote_code=trusted)
     for line in opened.lines:
-        arguments.to_stderr(line)
+        to_stderr(line)
     return opened

@@ -14,6 +14,7 @@ from finetune.training.entry_point import DRY_RUN_HELP, add_recipe_arguments, lo
 from finetune.utils import hub_access
 from finetune.utils.errors import RecipeError
 from finetune.utils.library_imports import quick_imports, silence_libraries
+from finetune.utils.quoting import to_stderr, to_stdout
 from finetune.utils.shipped_files import recipe_file
 
 if TYPE_CHECKING:
@@ -134,7 +135,7 @@ def sft(parsed: argparse.Namespace) -> None:
     made = make_recipe(project, parsed.overrides, quiet=parsed.quiet)
     parsed.overrides = []
     if not parsed.quiet:
-        print("\n".join(made.lines))
+        to_stdout("\n".join(made.lines))
     _fill_in_launch(parsed, made.recipe)
     with temporary_folder() if parsed.dry_run else nullcontext(made.file.parent) as folder:
         file = folder / made.file.name
@@ -152,14 +153,14 @@ def init(parsed: argparse.Namespace) -> None:
     from finetune.cli.new_project import Project, write_project
 
     project = Project(parsed.task, parsed.model, parsed.data, parsed.adapters)
-    print("\n".join(write_project(Path(parsed.folder), project)))
+    to_stdout("\n".join(write_project(Path(parsed.folder), project)))
 
 
 def convert(parsed: argparse.Namespace) -> None:
     """Make a recipe of a config of TRL, Axolotl, LLaMA-Factory or torchtune."""
     from finetune.cli.convert_config import convert_config
 
-    print("\n".join(convert_config(Path(parsed.file), parsed.tool, Path(parsed.folder), parsed.devices)))
+    to_stdout("\n".join(convert_config(Path(parsed.file), parsed.tool, Path(parsed.folder), parsed.devices)))
 
 
 def train(parsed: argparse.Namespace) -> None:
@@ -181,7 +182,7 @@ def _fill_in_launch(parsed: argparse.Namespace, recipe: "Recipe") -> None:
     if choice.differs:
         parsed.num_processes = str(choice.num_processes)
     if not parsed.quiet:
-        print(choice.line())
+        to_stdout(choice.line())
 
 
 def launch(parsed: argparse.Namespace) -> None:
@@ -207,7 +208,7 @@ def _start(parsed: argparse.Namespace) -> None:
 
     given, timeouts = arguments.launch_options(parsed), arguments.machine_timeouts(parsed)
     if not parsed.dry_run:
-        with rendezvous.problems_told(parsed.config_file, given, "launch", timeouts, arguments.to_stderr):
+        with rendezvous.problems_told(parsed.config_file, given, "launch", timeouts, to_stderr):
             _start_workers(parsed, given)
         return
     from finetune.distributed.launch.predicted_environment import predict_environment
@@ -216,7 +217,7 @@ def _start(parsed: argparse.Namespace) -> None:
     recipe = arguments.load_named_recipe(parsed)
     path_kinds.check_paths(recipe)
     hub_access.go_offline_if_unreachable()
-    print(describe(recipe, predict_environment(parsed.config_file, given, os.environ)))
+    to_stdout(describe(recipe, predict_environment(parsed.config_file, given, os.environ)))
 
 
 def _start_workers(parsed: argparse.Namespace, given: dict[str, str]) -> None:
@@ -284,13 +285,13 @@ def doctor(parsed: argparse.Namespace) -> int:
 
         timeouts = arguments.machine_timeouts(parsed)
         # What cannot be read here is known before the others are waited for.
-        checks = [] if problems else [partial(check_machines, timeouts=timeouts, say=arguments.to_stderr)]
+        checks = [] if problems else [partial(check_machines, timeouts=timeouts, say=to_stderr)]
     results = report_checks(asked, problems, quiet=parsed.json, checks=checks)
     if parsed.machines and problems and asked.foreseen is not None and asked.machines > 1:
         from finetune.distributed.launch import rendezvous
 
         plan = rendezvous.plan_machine(asked.foreseen, "doctor", {}, **timeouts)
-        rendezvous.tell_problem(plan, " ".join(problem.found for problem in problems), arguments.to_stderr)
+        rendezvous.tell_problem(plan, " ".join(problem.found for problem in problems), to_stderr)
     if parsed.json:
         print(json.dumps([vars(result) for result in results], indent=2))
     return 1 if any(result.status == "failure" for result in results) else 0
@@ -309,7 +310,7 @@ def data(parsed: argparse.Namespace) -> None:
     sides = {"train": prepared.train, "validation": prepared.validation}
     rows = [f"{name}: {len(rows):,} rows" for name, rows in sides.items() if rows is not None]
     lines = prepared.full_report or prepared.report_lines or rows
-    print("\n".join([*lines, *without_validation(recipe, prepared)]))
+    to_stdout("\n".join([*lines, *without_validation(recipe, prepared)]))
     shown = prepared.train if prepared.train is not None else prepared.validation
     if parsed.show and shown is not None:
         from finetune.data.show_examples import examples
@@ -345,7 +346,7 @@ def plan(parsed: argparse.Namespace) -> None:
     if parsed.trace:
         from finetune.planning.trace import trace_launches
 
-        say = arguments.to_stderr if sys.stderr.isatty() else lambda _: None
+        say = to_stderr if sys.stderr.isatty() else lambda _: None
         found = trace_launches.trace_all(plan, trace_launches.find_wanted(plan, parsed.trace), parsed.stored, say)
     if parsed.json:
         print(plan_report.as_json(plan, found))

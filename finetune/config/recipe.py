@@ -10,7 +10,6 @@ import json
 import math
 import os
 import re
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -27,6 +26,7 @@ from finetune.config.provenance import Origin, concerns_key, place_of, places, p
 from finetune.config.recipe_schema import LengthSection, Recipe, Section, is_given, ranking, section_in
 from finetune.utils.errors import RecipeError
 from finetune.utils.file_formats import read_text
+from finetune.utils.quoting import to_stderr
 from finetune.utils.shipped_files import LAUNCH_FILES, RECIPES, shipped_names
 from finetune.utils.yaml_files import YamlProblem, parse
 
@@ -205,7 +205,7 @@ def _take_out(tree: Any, key: str) -> Any:
 def _say_once(line: str) -> None:
     """Prints a line on the first rank; commands read a recipe again where they start its run."""
     if os.environ.get("RANK", "0") == "0":
-        print(line, file=sys.stderr, flush=True)
+        to_stderr(line)
 
 
 def read_recipe(path: str | Path) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from finetune.utils.errors import FinetuneError
 from finetune.utils.exit_codes import REQUEUE, USER_ERROR, run_guarded, say_failure
 from finetune.utils.hub_access import go_offline_if_unreachable
 from finetune.utils.library_imports import quick_imports, silence_libraries
+from finetune.utils.quoting import to_stdout
 from finetune.utils.shipped_files import recipe_file
 
 if TYPE_CHECKING:
@@ -108,4 +109,4 @@ def _dry_run(parsed: argparse.Namespace) -> None:
 
     text = describe(recipe)
     if os.environ.get("RANK", "0") == "0":
-        print(text)
+        to_stdout(text)

@@ -222,14 +222,16 @@ def test_an_override_of_sft_replaces_the_key_that_it_excludes(
     questions: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    made = make_recipe(Project(model=testdata.MODEL, data=questions), ["length.steps=20"])
+    typed = ["length.steps=20", "sample.prompt=one\n  two"]
+    made = make_recipe(Project(model=testdata.MODEL, data=questions), typed)
     assert made.recipe.length.model_dump(exclude_none=True) == {"steps": 20}
     assert re.fullmatch(
         r"length\.steps=20 replaces length\.epochs: \d+ of the recipe that is made\n", capsys.readouterr().err
     )
     made.file.parent.mkdir(parents=True)
     made.file.write_text(made.text)
-    assert make_recipe(Project(model=testdata.MODEL, data=questions), ["length.steps=20"]).recipe == made.recipe
+    # Its first line is the command, whatever its words hold.
+    assert make_recipe(Project(model=testdata.MODEL, data=questions), typed).recipe == made.recipe
 
 
 def test_init_shows_what_it_wrote(questions: str, tmp_path: Path) -> None:
