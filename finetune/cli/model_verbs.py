@@ -103,6 +103,9 @@ def export(parsed: argparse.Namespace) -> None:
     """Write the adapter, merged model or GGUF file of a run, and verify it."""
     if parsed.kind.startswith("gguf"):
         require_installed("gguf", f"--as {parsed.kind}", extra="gguf")
+    from finetune.export import find_weights
+
+    find_weights.locate(Path(parsed.run), parsed.step)
     arguments.prepare_libraries()
     from finetune.export import export_weights
 
@@ -117,7 +120,7 @@ def export(parsed: argparse.Namespace) -> None:
 
 def generate(parsed: argparse.Namespace) -> None:
     """Generate text with a run, checkpoint, adapter or export."""
-    arguments.prepare_libraries()
+    _prepare_opening(parsed)
     from finetune.export.generate_text import SamplingOptions, generate_text
 
     # A file gets the text as it is.
@@ -132,7 +135,7 @@ def generate(parsed: argparse.Namespace) -> None:
 
 def chat(parsed: argparse.Namespace) -> None:
     """Talk in the terminal with a run, checkpoint, adapter or export."""
-    arguments.prepare_libraries()
+    _prepare_opening(parsed)
     from finetune.cli.chat_session import ChatSession
     from finetune.export.generate_text import SamplingOptions
 
@@ -149,6 +152,8 @@ def chat(parsed: argparse.Namespace) -> None:
 
 def predict(parsed: argparse.Namespace) -> None:
     """Predict the class or number of each document of a file, tag its words, or write its target."""
+    from finetune.config import path_kinds
+
     target = Path(parsed.output) if parsed.output is not None else None
     for flag, number in (("batch-size", parsed.batch_size), ("max-new-tokens", parsed.max_new_tokens)):
         if number < 1:
@@ -160,6 +165,7 @@ def predict(parsed: argparse.Namespace) -> None:
             raise RecipeError(f"--output {target} cannot be written: name a file in a folder that is there.")
         if target.exists() and target.resolve() == Path(parsed.file).resolve():
             raise RecipeError(f"--output {target} is the file that is read. Name another.")
+    path_kinds.find_files(parsed.file)
     opened = _open(parsed, exact=True)
     opened.require_predictions()
     writes, numbers = opened.task.paired, opened.task.loss_and_numbers is not None
@@ -200,6 +206,10 @@ def evaluate(parsed: argparse.Namespace) -> None:
     for option in _HARNESS_OPTIONS:
         if getattr(parsed, option) is not None:
             raise RecipeError(f"--{option.replace('_', '-')} is for --harness. Leave it out.")
+    from finetune.config import path_kinds
+
+    for file in parsed.data:
+        path_kinds.find_files(file)
     opened = _open(parsed, exact=True)
     from finetune.export import evaluate_files
 
@@ -270,15 +280,20 @@ def _evaluate_harness(parsed: argparse.Namespace) -> None:
         to_stderr(f"Written: {evaluate_harness.add_results(opened.home, rows)}")
 
 
-def _open(parsed: argparse.Namespace, *, exact: bool = False) -> "LoadedModel":
-    """Opens what `run` and `base` name; says so, since it takes a while."""
+def _prepare_opening(parsed: argparse.Namespace) -> None:
+    """Checks that what `run` and `base` name can be had, and tells libraries to be silent before they are imported."""
     go_offline_if_unreachable()
-    if text := untested_versions():
-        to_stderr(text)
-    to_stderr(f"Opening {parsed.run}.")
     hub_access.require_model(parsed.run, None)
     hub_access.require_model(parsed.base, "--base")
     silence_libraries()
+
+
+def _open(parsed: argparse.Namespace, *, exact: bool = False) -> "LoadedModel":
+    """Opens what `run` and `base` name; says so, since it takes a while."""
+    if text := untested_versions():
+        to_stderr(text)
+    to_stderr(f"Opening {parsed.run}.")
+    _prepare_opening(parsed)
     from finetune.export.load_model import load_model
 
     trusted = parsed.trust_remote_code

@@ -13,12 +13,14 @@ from finetune.cli import arguments
 from finetune.training.entry_point import DRY_RUN_HELP, add_recipe_arguments, load_checked
 from finetune.utils import hub_access
 from finetune.utils.errors import RecipeError
+from finetune.utils.hub_access import go_offline_if_unreachable
 from finetune.utils.library_imports import quick_imports, silence_libraries
 from finetune.utils.quoting import to_stderr, to_stdout
 from finetune.utils.shipped_files import recipe_file
 
 if TYPE_CHECKING:
     from finetune.config.recipe_schema import Recipe
+    from finetune.distributed.launch.predicted_environment import PredictedEnvironment
 
 # Those of `peer_keys`, which is not imported before it is needed.
 CONVERTED_TOOLS = ("trl", "axolotl", "llama-factory", "torchtune")
@@ -125,8 +127,7 @@ def _add_start_arguments(verb: argparse.ArgumentParser, *, required: bool) -> No
 
 def sft(parsed: argparse.Namespace) -> None:
     """Fine-tune a model on your data in one command: the recipe is made, run, and kept in the run directory."""
-    arguments.prepare_libraries()
-    hub_access.require_model(parsed.model, "--model")
+    _check_project(parsed)
     from finetune.cli.new_project import Project, make_recipe
     from finetune.utils import atomic_files
     from finetune.utils.temporary_folders import temporary_folder
@@ -146,10 +147,22 @@ def sft(parsed: argparse.Namespace) -> None:
         _start(parsed)
 
 
+def _check_project(parsed: argparse.Namespace) -> None:
+    """Checks what a new recipe is made of, as far as its paths and keys tell, before libraries are imported."""
+    from finetune.config import path_kinds
+    from finetune.config.recipe import check_overrides
+
+    check_overrides({"data": {"train": [{"path": parsed.data or ""}]}}, getattr(parsed, "overrides", ()))
+    go_offline_if_unreachable()
+    hub_access.require_model(parsed.model, "--model")
+    if parsed.data is not None:
+        path_kinds.find_files(os.path.expanduser(parsed.data))
+    silence_libraries()
+
+
 def init(parsed: argparse.Namespace) -> None:
     """Create a project that runs as it is: recipe, launch files, README."""
-    arguments.prepare_libraries()
-    hub_access.require_model(parsed.model, "--model")
+    _check_project(parsed)
     from finetune.cli.new_project import Project, write_project
 
     project = Project(parsed.task, parsed.model, parsed.data, parsed.adapters)
@@ -203,7 +216,6 @@ def launch(parsed: argparse.Namespace) -> None:
 
 
 def _start(parsed: argparse.Namespace) -> None:
-    from finetune.config import path_kinds
     from finetune.distributed.launch import rendezvous
 
     given, timeouts = arguments.launch_options(parsed), arguments.machine_timeouts(parsed)
@@ -211,23 +223,34 @@ def _start(parsed: argparse.Namespace) -> None:
         with rendezvous.problems_told(parsed.config_file, given, "launch", timeouts, to_stderr):
             _start_workers(parsed, given)
         return
-    from finetune.distributed.launch.predicted_environment import predict_environment
+    recipe, foreseen = _load_both(parsed, given)
+    go_offline_if_unreachable()
     from finetune.training.dry_run import describe
+
+    to_stdout(describe(recipe, foreseen))
+
+
+def _load_both(parsed: argparse.Namespace, given: dict[str, str]) -> "tuple[Recipe, PredictedEnvironment]":
+    """Loads recipe and launch file, and checks them against each other, before libraries are imported."""
+    from finetune.config import path_kinds
+    from finetune.distributed import device_selection
+    from finetune.distributed.launch.predicted_environment import predict_environment
+    from finetune.distributed.resolve_config import resolve_for_devices
 
     recipe = arguments.load_named_recipe(parsed)
     path_kinds.check_paths(recipe)
-    hub_access.go_offline_if_unreachable()
-    to_stdout(describe(recipe, predict_environment(parsed.config_file, given, os.environ)))
+    foreseen = predict_environment(parsed.config_file, given, os.environ)
+    if foreseen.asked.nnodes is None:
+        resolve_for_devices(recipe, foreseen.launch, device_selection.of_driver(), foreseen.env)
+    return recipe, foreseen
 
 
 def _start_workers(parsed: argparse.Namespace, given: dict[str, str]) -> None:
-    from finetune.config import path_kinds
+    recipe, foreseen = _load_both(parsed, given)
+    if "nnodes" in given:
+        _check_machines(parsed, recipe, foreseen)
     from finetune.distributed.launch.launcher import launch_workers
 
-    recipe = arguments.load_named_recipe(parsed)
-    path_kinds.check_paths(recipe)
-    if "nnodes" in given:
-        _check_machines(parsed, recipe)
     options = [word for option, value in given.items() for word in (f"--{option}", value)]
     words = [*["--quiet"] * parsed.quiet, parsed.recipe, *parsed.overrides]
     launch_workers(
@@ -240,13 +263,11 @@ def _start_workers(parsed: argparse.Namespace, given: dict[str, str]) -> None:
     )
 
 
-def _check_machines(parsed: argparse.Namespace, recipe: "Recipe") -> None:
+def _check_machines(parsed: argparse.Namespace, recipe: "Recipe", foreseen: "PredictedEnvironment") -> None:
     """Refuses an elastic launch that could come to a number of machines over which the batch is not even."""
-    from finetune.distributed.launch.predicted_environment import elastic_launches, predict_environment
+    from finetune.distributed.launch.predicted_environment import elastic_launches
     from finetune.distributed.resolve_config import derive_accumulation
-    from finetune.utils.errors import RecipeError
 
-    foreseen = predict_environment(parsed.config_file, arguments.launch_options(parsed), os.environ)
     for machines, launch in elastic_launches(foreseen):
         try:
             derive_accumulation(recipe, launch.data_ranks, launch.num_processes)
@@ -330,10 +351,13 @@ def show(parsed: argparse.Namespace) -> None:
 
 def plan(parsed: argparse.Namespace) -> None:
     """Estimate memory, time, traffic and cost of a recipe under every launch file, without running it."""
+    from finetune.distributed.gpu_specs import find_gpu
     from finetune.utils.console import plain_console
 
     recipe = arguments.load_named_recipe(parsed)
-    hub_access.go_offline_if_unreachable()
+    if parsed.gpu is not None:
+        find_gpu(parsed.gpu)
+    go_offline_if_unreachable()
     with quick_imports():
         from finetune.planning import plan_report
         from finetune.planning.planner import count_rows, machines_of, make_plan, write_launch_file

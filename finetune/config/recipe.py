@@ -208,6 +208,20 @@ def _say_once(line: str) -> None:
         to_stderr(line)
 
 
+def check_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Checks overrides of a recipe that is not made yet: their keys, and kinds of values.
+
+    Args:
+        tree: What is known of it.
+
+    Raises:
+        RecipeError: With every problem.
+    """
+    recipe, problems = _checked(recipe_layers(tree, overrides, quiet=True)[-1], None)
+    if recipe is None:
+        raise RecipeError.of("The command line", [problem for _, problem in problems])
+
+
 def read_recipe(path: str | Path) -> dict[str, Any]:
     """Returns the plain keys and values of a recipe file.
 
