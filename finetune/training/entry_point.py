@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from finetune.distributed.launch.launch_options import CONFIG_FLAGS
 from finetune.utils import hub_access, orphan_watch, signals
 from finetune.utils.errors import FinetuneError
 from finetune.utils.exit_codes import REQUEUE, USER_ERROR, run_guarded, say_failure
@@ -37,16 +38,17 @@ def train_main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quiet", action="store_true", help="print errors only")
     # Given by launchers that are refused.
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
+    parser.add_argument(*CONFIG_FLAGS, dest="foreign_config", nargs="?", const="", help=argparse.SUPPRESS)
     parsed = parser.parse_intermixed_args(arguments)
     if parsed.recipe is None:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             parser.print_help(sys.stderr)
         return USER_ERROR
     signals.outlive_readers()
-    if parsed.local_rank is not None:
-        from finetune.distributed.launch.launch_config import refuse_local_rank
+    if parsed.local_rank is not None or parsed.foreign_config is not None:
+        from finetune.distributed.launch.launch_config import refuse_launcher
 
-        return run_guarded(partial(refuse_local_rank, parsed.recipe))
+        return run_guarded(partial(refuse_launcher, parsed.recipe, parsed.foreign_config or ""))
     return run_guarded(partial(_dry_run if parsed.dry_run else _train, parsed))
 
 

@@ -290,8 +290,17 @@ def test_as_many_starts_as_machines(name: str) -> None:
         assert predict_environment("accelerate_configs/fsdp_2nodes.yaml", {}, {name: tasks}).launch.kind == "fsdp"
 
 
-def test_the_deepspeed_launcher_is_refused(here: Here) -> None:
+def test_the_deepspeed_launcher_is_refused(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     from finetune.training import entry_point
 
     assert entry_point.train_main(["sample", "--local_rank=0"]) == 2
     assert_said(here.capsys.readouterr().err, "without ZeRO", "finetune launch --config_file zero2 recipes/sample.yaml")
+    # As `deepspeed --num_gpus 4 scripts/train.py RECIPE --deepspeed X.json` starts each rank.
+    config = str(ROOT / "ds_configs" / "zero3.json")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    for words in (["--local_rank=0", "sample", "--deepspeed", config], ["sample", "--deepspeed_config", config]):
+        assert entry_point.train_main(words) == 2
+        said = here.capsys.readouterr().err
+        assert_said(
+            said, "finetune launch --config_file zero3 --num_processes 4 recipes/sample.yaml", "zero3.json itself"
+        )
