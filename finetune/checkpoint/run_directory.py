@@ -26,6 +26,7 @@ from finetune.monitoring.metrics import warn
 from finetune.utils import atomic_files, json_files
 from finetune.utils.compat.library_versions import PROVEN, installed
 from finetune.utils.errors import CheckpointError, RecipeError
+from finetune.utils.quoting import to_stderr
 
 _LIBRARIES = (*PROVEN, "numpy", "safetensors", "tokenizers", "torchao")
 
@@ -390,13 +391,11 @@ def _hold(path: Path) -> filelock.BaseFileLock:
     except OSError as error:
         raise CheckpointError(f"output.dir: {path} cannot be locked: {error.strerror or error}.") from error
     if reason is not None:
-        print(
+        to_stderr(
             f"output.dir: the file system of {path} has no locks (flock: {reason}). {file} is locked instead, which "
             "keeps a second run out on this machine only: start no run with this output.dir on another machine "
             "meanwhile, and export from it only while no run is under way, since a checkpoint may be deleted while it "
-            "is read. Mount the file system with locks (`-o flock` for Lustre) to have both again.",
-            file=sys.stderr,
-            flush=True,
+            "is read. Mount the file system with locks (`-o flock` for Lustre) to have both again."
         )
     lock = filelock.FileLock(file)
     try:
@@ -404,7 +403,7 @@ def _hold(path: Path) -> filelock.BaseFileLock:
     except filelock.Timeout:
         starts = (_read(path) or {}).get("starts", [{}])[-1]
         who = f"process {starts['pid']} on {starts['host']}" if "pid" in starts else "another process"
-        print(f"Waiting for {who}, which holds {path}.", file=sys.stderr, flush=True)
+        to_stderr(f"Waiting for {who}, which holds {path}.")
         try:
             lock.acquire(timeout=_LOCK_PATIENCE_S)
         except filelock.Timeout as error:

@@ -2,7 +2,6 @@
 
 import argparse
 import math
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -95,15 +94,10 @@ def load_named_recipe(parsed: argparse.Namespace) -> "Recipe":
     from finetune.config.recipe import load_recipe
     from finetune.tasks.task_lookup import BUILT_IN
 
-    return load_recipe(parsed.recipe, parsed.overrides, BUILT_IN)
+    return load_recipe(parsed.recipe, parsed.overrides, BUILT_IN, quiet=getattr(parsed, "quiet", False))
 
 
 def prepare_libraries() -> None:
     """Tells libraries, before they are imported, to be silent and whether the hub can be reached."""
     go_offline_if_unreachable()
     silence_libraries()
-
-
-def to_stderr(text: str) -> None:
-    """Prints a line on stderr."""
-    print(text, file=sys.stderr, flush=True)

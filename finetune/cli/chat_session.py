@@ -9,11 +9,11 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from finetune.cli.arguments import to_stderr
 from finetune.export.generate_text import SamplingOptions, generate_text
 from finetune.export.load_model import LoadedModel
 from finetune.utils import atomic_files, signals
 from finetune.utils.errors import DataError, FinetuneError, RecipeError
+from finetune.utils.quoting import to_stderr, to_stdout
 
 HELP = """\
 /new               forget the conversation
@@ -134,7 +134,7 @@ class ChatSession:
         answers = {}
         for name, opened in self.models.items():
             if len(self.models) > 1:
-                print(f"[{name}]")
+                to_stdout(f"[{name}]")
             answers[name] = self._stream(opened, self._turns(asked, self._answers[name][: len(asked) - 1]))
         self._asked = asked
         for name, answer in answers.items():
@@ -153,8 +153,7 @@ class ChatSession:
 
         def write(text: str) -> None:
             pieces.append(text)
-            # Control characters of a model's text could move the cursor, or worse.
-            print("".join(c if c.isprintable() or c in "\n\t" else " " for c in text), end="", flush=True)
+            to_stdout(text, end="")
 
         try:
             generate_text(opened, turns, replace(self.options, seed=self._seed), write)

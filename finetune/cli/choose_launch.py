@@ -3,15 +3,17 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from finetune.config.recipe_schema import Recipe
 from finetune.distributed.gpu_specs import Gpu
 from finetune.distributed.launch.launch_file import read_launch_file
-from finetune.planning.planner import make_plan
-from finetune.planning.step_time import Machines
 from finetune.tasks.task_lookup import BUILT_IN
 from finetune.utils.errors import RecipeError
 from finetune.utils.shipped_files import launch_file
+
+if TYPE_CHECKING:
+    from finetune.planning.step_time import Machines
 
 UNPLANNED = "the simplest that uses this machine; a custom task is not planned"
 """Reason for the launch of a task that a plan cannot count."""
@@ -40,12 +42,14 @@ class LaunchChoice:
         return f"{self.name} on {processes}: {self.reason}.{more} (--config_file takes another.)"
 
 
-def choose_launch(recipe: Recipe, machines: Machines) -> LaunchChoice:
+def choose_launch(recipe: Recipe, machines: "Machines") -> LaunchChoice:
     """Returns the simplest launch that fits.
 
     Raises:
         FinetuneError: If none does, or only with changes to what is learned.
     """
+    from finetune.planning.planner import make_plan
+
     planned = ":" not in recipe.task.name and recipe.length.steps != 0
     if planned:
         task, traits = recipe.task, BUILT_IN.get(recipe.task.name)
@@ -89,22 +93,24 @@ def choose_for_command(recipe: Recipe, options: Mapping[str, str]) -> LaunchChoi
             f"--{several[0]} is for a run on several machines, whose launch file is not chosen here. Name one by "
             "--config_file; `finetune plan RECIPE --nodes N --write FILE` writes it."
         )
-    machines, asked = this_machine(), options.get("num_processes")
+    asked = options.get("num_processes")
     if asked is None:
-        return choose_launch(recipe, sharing(machines, recipe.batch.global_size))
+        return choose_launch(recipe, sharing(this_machine(), recipe.batch.global_size))
     if not asked.isdecimal() or int(asked) < 1:
         raise RecipeError(f"--num_processes takes a whole number from 1, got {asked or 'nothing'}.")
-    return choose_launch(recipe, replace(machines, gpus=int(asked)))
+    return choose_launch(recipe, replace(this_machine(), gpus=int(asked)))
 
 
-def sharing(machines: Machines, rows: int) -> Machines:
+def sharing(machines: "Machines", rows: int) -> "Machines":
     """Returns as many of a machine's processes as share a global batch evenly."""
     return replace(machines, gpus=max(number for number in range(1, machines.gpus + 1) if rows % number == 0))
 
 
-def this_machine() -> Machines:
+def this_machine() -> "Machines":
     """Returns this machine as a plan takes it: its GPUs, or two processes that share a CPU and its memory."""
     import torch
+
+    from finetune.planning.step_time import Machines
 
     # Speeds are placeholders: no times are shown.
     if torch.cuda.is_available():

@@ -5,7 +5,6 @@ Keys are carried over as `config/peer_keys.yaml` says; functions here do it wher
 
 import json
 import re
-import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +19,7 @@ from finetune.utils import json_files
 from finetune.utils.atomic_files import explain_unwritable
 from finetune.utils.errors import RecipeError
 from finetune.utils.file_formats import read_text
+from finetune.utils.quoting import shell_word
 from finetune.utils.yaml_files import YamlProblem, parse
 
 Values = dict[str, Any]
@@ -444,10 +444,10 @@ def convert_config(file: Path, tool: str | None, folder: Path, devices: int | No
     if target.exists():
         raise RecipeError(f"{target} is there already, and nothing is overwritten. Name another folder with --output.")
     count = "" if launch == "single" else f" --num_processes {devices}"
-    command = f"finetune launch --config_file {launch}{count} {shlex.quote(str(target))}"
+    command = f"finetune launch --config_file {launch}{count} {shell_word(str(target))}"
     with explain_unwritable(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        head = f"# From {file.name}, a config of {tool_name(tool)}.\n# {command}\n"
+        head = f"# From {shell_word(file.name)}, a config of {tool_name(tool)}.\n# {command}\n"
         target.write_text(f"{head}{dump_tree(recipe)}", "utf-8")
     taken = [key for key in defaults if (row := rows[key]) and row.here in conversion.found]
     lines = [f"{file} is a config of {tool_name(tool)}. Written: {target}", "Next:", f"    {command}", batch]

@@ -14,6 +14,7 @@ from finetune.utils.compat.library_versions import require_installed, untested_v
 from finetune.utils.errors import CheckpointError, RecipeError
 from finetune.utils.hub_access import go_offline_if_unreachable
 from finetune.utils.library_imports import silence_libraries
+from finetune.utils.quoting import to_stderr, to_stdout, visible
 
 if TYPE_CHECKING:
     from finetune.export.load_model import LoadedModel
@@ -102,6 +103,9 @@ def export(parsed: argparse.Namespace) -> None:
     """Write the adapter, merged model or GGUF file of a run, and verify it."""
     if parsed.kind.startswith("gguf"):
         require_installed("gguf", f"--as {parsed.kind}", extra="gguf")
+    from finetune.export import find_weights
+
+    find_weights.locate(Path(parsed.run), parsed.step)
     arguments.prepare_libraries()
     from finetune.export import export_weights
 
@@ -109,17 +113,18 @@ def export(parsed: argparse.Namespace) -> None:
         export_weights.check_login(parsed.push_to)  # before the work, not after it
     to = Path(parsed.to) if parsed.to else None
     options = {name: getattr(parsed, name) for name in ("step", "base", "shard_size", "trust_remote_code")}
-    folder = export_weights.export_weights(Path(parsed.run), parsed.kind, print, to=to, **options)
+    folder = export_weights.export_weights(Path(parsed.run), parsed.kind, to_stdout, to=to, **options)
     if parsed.push_to is not None:
         print(f"Uploaded: {export_weights.push_folder(folder, parsed.push_to)}")
 
 
 def generate(parsed: argparse.Namespace) -> None:
     """Generate text with a run, checkpoint, adapter or export."""
-    arguments.prepare_libraries()
+    _prepare_opening(parsed)
     from finetune.export.generate_text import SamplingOptions, generate_text
 
-    write = partial(print, end="", flush=True)
+    # A file gets the text as it is.
+    write = partial(to_stdout if sys.stdout.isatty() else print, end="")
     options = SamplingOptions(parsed.max_new_tokens, parsed.temperature, parsed.top_k, parsed.top_p, parsed.seed)
     opened = _open(parsed)
     if opened.writes_text and not parsed.chat:
@@ -130,7 +135,7 @@ def generate(parsed: argparse.Namespace) -> None:
 
 def chat(parsed: argparse.Namespace) -> None:
     """Talk in the terminal with a run, checkpoint, adapter or export."""
-    arguments.prepare_libraries()
+    _prepare_opening(parsed)
     from finetune.cli.chat_session import ChatSession
     from finetune.export.generate_text import SamplingOptions
 
@@ -147,6 +152,8 @@ def chat(parsed: argparse.Namespace) -> None:
 
 def predict(parsed: argparse.Namespace) -> None:
     """Predict the class or number of each document of a file, tag its words, or write its target."""
+    from finetune.config import path_kinds
+
     target = Path(parsed.output) if parsed.output is not None else None
     for flag, number in (("batch-size", parsed.batch_size), ("max-new-tokens", parsed.max_new_tokens)):
         if number < 1:
@@ -158,6 +165,7 @@ def predict(parsed: argparse.Namespace) -> None:
             raise RecipeError(f"--output {target} cannot be written: name a file in a folder that is there.")
         if target.exists() and target.resolve() == Path(parsed.file).resolve():
             raise RecipeError(f"--output {target} is the file that is read. Name another.")
+    path_kinds.find_files(parsed.file)
     opened = _open(parsed, exact=True)
     opened.require_predictions()
     writes, numbers = opened.task.paired, opened.task.loss_and_numbers is not None
@@ -174,7 +182,7 @@ def predict(parsed: argparse.Namespace) -> None:
         else:
             written = (predict_files.csv_lines if to_csv else predict_files.json_lines)(found, names, key)
         if target is None:
-            sys.stdout.writelines(written)
+            sys.stdout.writelines(map(visible, written) if sys.stdout.isatty() else written)
             return
         lines = list(written)
     try:
@@ -182,7 +190,7 @@ def predict(parsed: argparse.Namespace) -> None:
     except OSError as error:
         raise CheckpointError(f"--output {target} cannot be written: {error.strerror or error}.") from error
     what = "spans" if to_csv and opened.task.tagged else "documents"
-    arguments.to_stderr(f"Written: {len(lines) - to_csv:,} {what} into {target}.")
+    to_stderr(f"Written: {len(lines) - to_csv:,} {what} into {target}.")
 
 
 def _fields(parsed: argparse.Namespace) -> dict[str, str | None]:
@@ -198,12 +206,16 @@ def evaluate(parsed: argparse.Namespace) -> None:
     for option in _HARNESS_OPTIONS:
         if getattr(parsed, option) is not None:
             raise RecipeError(f"--{option.replace('_', '-')} is for --harness. Leave it out.")
+    from finetune.config import path_kinds
+
+    for file in parsed.data:
+        path_kinds.find_files(file)
     opened = _open(parsed, exact=True)
     from finetune.export import evaluate_files
 
     with evaluate_files.told_in_flags():
         recipe = evaluate_files.recipe_of(opened, parsed.data, fields=_fields(parsed), chat=parsed.chat)
-        found = evaluate_files.evaluate_files(opened, recipe, arguments.to_stderr)
+        found = evaluate_files.evaluate_files(opened, recipe, to_stderr)
     if parsed.json:
         print(json.dumps(found))
         return
@@ -265,22 +277,27 @@ def _evaluate_harness(parsed: argparse.Namespace) -> None:
     else:
         plain_console().print(evaluate_harness.results_table(rows))
     if opened.home is not None:
-        arguments.to_stderr(f"Written: {evaluate_harness.add_results(opened.home, rows)}")
+        to_stderr(f"Written: {evaluate_harness.add_results(opened.home, rows)}")
+
+
+def _prepare_opening(parsed: argparse.Namespace) -> None:
+    """Checks that what `run` and `base` name can be had, and tells libraries to be silent before they are imported."""
+    go_offline_if_unreachable()
+    hub_access.require_model(parsed.run, None)
+    hub_access.require_model(parsed.base, "--base")
+    silence_libraries()
 
 
 def _open(parsed: argparse.Namespace, *, exact: bool = False) -> "LoadedModel":
     """Opens what `run` and `base` name; says so, since it takes a while."""
-    go_offline_if_unreachable()
     if text := untested_versions():
-        arguments.to_stderr(text)
-    arguments.to_stderr(f"Opening {parsed.run}.")
-    hub_access.require_model(parsed.run, None)
-    hub_access.require_model(parsed.base, "--base")
-    silence_libraries()
+        to_stderr(text)
+    to_stderr(f"Opening {parsed.run}.")
+    _prepare_opening(parsed)
     from finetune.export.load_model import load_model
 
     trusted = parsed.trust_remote_code
     opened = load_model(parsed.run, step=parsed.step, base=parsed.base, exact=exact, trust_remote_code=trusted)
     for line in opened.lines:
-        arguments.to_stderr(line)
+        to_stderr(line)
     return opened

@@ -5,7 +5,6 @@
 
 import os
 import re
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from finetune.cli.choose_launch import UNPLANNED, sharing, this_machine
 from finetune.cli.recipe_sizes import RecipeSizes, default_sizes, size_recipe
 from finetune.config import path_kinds
 from finetune.config.provenance import Origin
-from finetune.config.recipe import RecipeLoader, apply_override, dump_tree, validate_recipe
+from finetune.config.recipe import RecipeLoader, apply_override, dump_tree, recipe_layers, validate_recipe
 from finetune.config.recipe_schema import Recipe
 from finetune.data.class_labels import ClassList
 from finetune.data.source_survey import Kind, SourceSurvey, survey_source, token_lengths
@@ -36,6 +35,7 @@ from finetune.tasks import classification
 from finetune.tasks.task_lookup import BUILT_IN
 from finetune.utils.atomic_files import explain_unwritable
 from finetune.utils.errors import RecipeError
+from finetune.utils.quoting import shell_command, shell_word
 from finetune.utils.shipped_files import LAUNCH_FILES, shipped_path
 from finetune.utils.yaml_files import parse
 
@@ -115,7 +115,7 @@ def write_project(folder: Path, project: Project) -> list[str]:
         for name, content in files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(content, encoding="utf-8")
-    enter = [] if folder.resolve() == Path.cwd() else [f"    cd {shlex.quote(str(folder))}"]
+    enter = [] if folder.resolve() == Path.cwd() else [f"    cd {shell_word(str(folder))}"]
     return [*draft.lines, *_as_tree(folder, files), f"{chosen}: {reason}.", "Next:", *enter, f"    {command}"]
 
 
@@ -131,7 +131,7 @@ class KeptRecipe:
     """Lines on the data, and how to go on."""
 
 
-def make_recipe(project: Project, overrides: Sequence[str]) -> KeptRecipe:
+def make_recipe(project: Project, overrides: Sequence[str], *, quiet: bool = False) -> KeptRecipe:
     """Makes the recipe of a project, or reads the one that the same command has left in the run directory.
 
     Raises:
@@ -140,7 +140,7 @@ def make_recipe(project: Project, overrides: Sequence[str]) -> KeptRecipe:
     given = {"task": project.task, "model": project.model, "data": project.data}
     words = [word for key, value in given.items() if value is not None for word in (f"--{key}", value)]
     words += [f"--{project.adapters}"] if project.adapters else []
-    command = shlex.join(["finetune", "sft", *words, *overrides])
+    command = shell_command(["finetune", "sft", *words, *overrides])
     folder = project.output or _run_name(project)
     place: dict[str, Any] = {"output": {"dir": folder}}
     for override in overrides:
@@ -158,15 +158,13 @@ def make_recipe(project: Project, overrides: Sequence[str]) -> KeptRecipe:
         draft = _draft_recipe(replace(project, output=folder), place)
         text, lines = draft.text(), [*draft.lines, f"Recipe: {file}"]
         if overrides:
-            made, tree = parse(text, RecipeLoader), parse(text, RecipeLoader)
-            for override in overrides:
-                apply_override(tree, override)
-            validate_recipe(tree, Origin("The recipe that is made", made, overrides), BUILT_IN)
+            trees = recipe_layers(parse(text, RecipeLoader), overrides, "the recipe that is made", quiet=quiet)
+            validate_recipe(tree := trees[-1], Origin("The recipe that is made", trees[0], overrides), BUILT_IN)
             text = dump_tree(tree)
         text = f"# {command}\n{text}"
     recipe = validate_recipe(parse(text, RecipeLoader), str(file), BUILT_IN)
     path_kinds.check_paths(recipe)
-    run = shlex.quote(recipe.output.dir)
+    run = shell_word(recipe.output.dir)
     use = f"chat {run}" if recipe.chat is not None else f"generate {run} --prompt TEXT"
     if recipe.task.name == classification.NAME:
         use = f"predict {run} FILE"

@@ -3,7 +3,6 @@
 import math
 import os
 import re
-import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
@@ -15,6 +14,7 @@ from finetune.distributed.launch.predicted_environment import predict_environmen
 from finetune.distributed.resolve_config import resolve_for_devices
 from finetune.utils.errors import BackendError, RecipeError
 from finetune.utils.exit_codes import REQUEUE, USER_ERROR
+from finetune.utils.quoting import shell_command, shell_word
 from finetune.utils.shipped_files import LAUNCH_FILES, RECIPES, shipped_word
 
 _TEMPLATES = jinja2.Environment(
@@ -71,11 +71,12 @@ def cluster_job(
         _check_inside({"The launch file": words[0], "The recipe": words[1], "output.dir": output})
     name = "finetune-" + re.sub("[^a-z0-9]+", "-", Path(words[1]).stem.lower()).strip("-")[:40].strip("-")
     given_options = [word for option, value in options.items() for word in (f"--{option}", value)]
-    command = shlex.join(["finetune", "launch", "--config_file", words[0], *given_options, words[1], *overrides])
+    command = shell_command(["finetune", "launch", "--config_file", words[0], *given_options, words[1], *overrides])
     nodes = foreseen.asked.num_machines
     machines = f"{nodes} machine{'s' if nodes > 1 else ''} of {foreseen.local} GPU{'s' if foreseen.local > 1 else ''}"
+    what = f"{shell_word(words[1])} under {shell_word(words[0])}"
     values = {
-        "what": f"{words[1]} under {words[0]} on {machines}, as `finetune launch --print-cluster {kind}` printed it.",
+        "what": f"{what} on {machines}, as `finetune launch --print-cluster {kind}` printed it.",
         "first": f"{name}-0.{name}",
         "port": str(foreseen.written.get("main_process_port") or _PLACEHOLDERS["main_process_port"]),
         **_MEETING.get(kind, {}),
@@ -89,7 +90,7 @@ def cluster_job(
         local=foreseen.local,
         grace_s=math.ceil(recipe.guard.grace_s),
         image=image,
-        output=shlex.quote(f"output.dir=/outputs/{output}"),
+        output=shell_word(f"output.dir=/outputs/{output}"),
         requeue=REQUEUE,
         user_error=USER_ERROR,
     )

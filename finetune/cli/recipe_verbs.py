@@ -13,11 +13,14 @@ from finetune.cli import arguments
 from finetune.training.entry_point import DRY_RUN_HELP, add_recipe_arguments, load_checked
 from finetune.utils import hub_access
 from finetune.utils.errors import RecipeError
+from finetune.utils.hub_access import go_offline_if_unreachable
 from finetune.utils.library_imports import quick_imports, silence_libraries
+from finetune.utils.quoting import to_stderr, to_stdout
 from finetune.utils.shipped_files import recipe_file
 
 if TYPE_CHECKING:
     from finetune.config.recipe_schema import Recipe
+    from finetune.distributed.launch.predicted_environment import PredictedEnvironment
 
 # Those of `peer_keys`, which is not imported before it is needed.
 CONVERTED_TOOLS = ("trl", "axolotl", "llama-factory", "torchtune")
@@ -124,17 +127,16 @@ def _add_start_arguments(verb: argparse.ArgumentParser, *, required: bool) -> No
 
 def sft(parsed: argparse.Namespace) -> None:
     """Fine-tune a model on your data in one command: the recipe is made, run, and kept in the run directory."""
-    arguments.prepare_libraries()
-    hub_access.require_model(parsed.model, "--model")
+    _check_project(parsed)
     from finetune.cli.new_project import Project, make_recipe
     from finetune.utils import atomic_files
     from finetune.utils.temporary_folders import temporary_folder
 
     project = Project(parsed.task, parsed.model, parsed.data, parsed.adapters, parsed.output)
-    made = make_recipe(project, parsed.overrides)
+    made = make_recipe(project, parsed.overrides, quiet=parsed.quiet)
     parsed.overrides = []
     if not parsed.quiet:
-        print("\n".join(made.lines))
+        to_stdout("\n".join(made.lines))
     _fill_in_launch(parsed, made.recipe)
     with temporary_folder() if parsed.dry_run else nullcontext(made.file.parent) as folder:
         file = folder / made.file.name
@@ -145,21 +147,33 @@ def sft(parsed: argparse.Namespace) -> None:
         _start(parsed)
 
 
+def _check_project(parsed: argparse.Namespace) -> None:
+    """Checks what a new recipe is made of, as far as its paths and keys tell, before libraries are imported."""
+    from finetune.config import path_kinds
+    from finetune.config.recipe import check_overrides
+
+    check_overrides({"data": {"train": [{"path": parsed.data or ""}]}}, getattr(parsed, "overrides", ()))
+    go_offline_if_unreachable()
+    hub_access.require_model(parsed.model, "--model")
+    if parsed.data is not None:
+        path_kinds.find_files(os.path.expanduser(parsed.data))
+    silence_libraries()
+
+
 def init(parsed: argparse.Namespace) -> None:
     """Create a project that runs as it is: recipe, launch files, README."""
-    arguments.prepare_libraries()
-    hub_access.require_model(parsed.model, "--model")
+    _check_project(parsed)
     from finetune.cli.new_project import Project, write_project
 
     project = Project(parsed.task, parsed.model, parsed.data, parsed.adapters)
-    print("\n".join(write_project(Path(parsed.folder), project)))
+    to_stdout("\n".join(write_project(Path(parsed.folder), project)))
 
 
 def convert(parsed: argparse.Namespace) -> None:
     """Make a recipe of a config of TRL, Axolotl, LLaMA-Factory or torchtune."""
     from finetune.cli.convert_config import convert_config
 
-    print("\n".join(convert_config(Path(parsed.file), parsed.tool, Path(parsed.folder), parsed.devices)))
+    to_stdout("\n".join(convert_config(Path(parsed.file), parsed.tool, Path(parsed.folder), parsed.devices)))
 
 
 def train(parsed: argparse.Namespace) -> None:
@@ -181,7 +195,7 @@ def _fill_in_launch(parsed: argparse.Namespace, recipe: "Recipe") -> None:
     if choice.differs:
         parsed.num_processes = str(choice.num_processes)
     if not parsed.quiet:
-        print(choice.line())
+        to_stdout(choice.line())
 
 
 def launch(parsed: argparse.Namespace) -> None:
@@ -202,31 +216,41 @@ def launch(parsed: argparse.Namespace) -> None:
 
 
 def _start(parsed: argparse.Namespace) -> None:
-    from finetune.config import path_kinds
     from finetune.distributed.launch import rendezvous
 
     given, timeouts = arguments.launch_options(parsed), arguments.machine_timeouts(parsed)
     if not parsed.dry_run:
-        with rendezvous.problems_told(parsed.config_file, given, "launch", timeouts, arguments.to_stderr):
+        with rendezvous.problems_told(parsed.config_file, given, "launch", timeouts, to_stderr):
             _start_workers(parsed, given)
         return
-    from finetune.distributed.launch.predicted_environment import predict_environment
+    recipe, foreseen = _load_both(parsed, given)
+    go_offline_if_unreachable()
     from finetune.training.dry_run import describe
+
+    to_stdout(describe(recipe, foreseen))
+
+
+def _load_both(parsed: argparse.Namespace, given: dict[str, str]) -> "tuple[Recipe, PredictedEnvironment]":
+    """Loads recipe and launch file, and checks them against each other, before libraries are imported."""
+    from finetune.config import path_kinds
+    from finetune.distributed import device_selection
+    from finetune.distributed.launch.predicted_environment import predict_environment
+    from finetune.distributed.resolve_config import resolve_for_devices
 
     recipe = arguments.load_named_recipe(parsed)
     path_kinds.check_paths(recipe)
-    hub_access.go_offline_if_unreachable()
-    print(describe(recipe, predict_environment(parsed.config_file, given, os.environ)))
+    foreseen = predict_environment(parsed.config_file, given, os.environ)
+    if foreseen.asked.nnodes is None:
+        resolve_for_devices(recipe, foreseen.launch, device_selection.of_driver(), foreseen.env)
+    return recipe, foreseen
 
 
 def _start_workers(parsed: argparse.Namespace, given: dict[str, str]) -> None:
-    from finetune.config import path_kinds
+    recipe, foreseen = _load_both(parsed, given)
+    if "nnodes" in given:
+        _check_machines(parsed, recipe, foreseen)
     from finetune.distributed.launch.launcher import launch_workers
 
-    recipe = arguments.load_named_recipe(parsed)
-    path_kinds.check_paths(recipe)
-    if "nnodes" in given:
-        _check_machines(parsed, recipe)
     options = [word for option, value in given.items() for word in (f"--{option}", value)]
     words = [*["--quiet"] * parsed.quiet, parsed.recipe, *parsed.overrides]
     launch_workers(
@@ -239,13 +263,11 @@ def _start_workers(parsed: argparse.Namespace, given: dict[str, str]) -> None:
     )
 
 
-def _check_machines(parsed: argparse.Namespace, recipe: "Recipe") -> None:
+def _check_machines(parsed: argparse.Namespace, recipe: "Recipe", foreseen: "PredictedEnvironment") -> None:
     """Refuses an elastic launch that could come to a number of machines over which the batch is not even."""
-    from finetune.distributed.launch.predicted_environment import elastic_launches, predict_environment
+    from finetune.distributed.launch.predicted_environment import elastic_launches
     from finetune.distributed.resolve_config import derive_accumulation
-    from finetune.utils.errors import RecipeError
 
-    foreseen = predict_environment(parsed.config_file, arguments.launch_options(parsed), os.environ)
     for machines, launch in elastic_launches(foreseen):
         try:
             derive_accumulation(recipe, launch.data_ranks, launch.num_processes)
@@ -284,13 +306,13 @@ def doctor(parsed: argparse.Namespace) -> int:
 
         timeouts = arguments.machine_timeouts(parsed)
         # What cannot be read here is known before the others are waited for.
-        checks = [] if problems else [partial(check_machines, timeouts=timeouts, say=arguments.to_stderr)]
+        checks = [] if problems else [partial(check_machines, timeouts=timeouts, say=to_stderr)]
     results = report_checks(asked, problems, quiet=parsed.json, checks=checks)
     if parsed.machines and problems and asked.foreseen is not None and asked.machines > 1:
         from finetune.distributed.launch import rendezvous
 
         plan = rendezvous.plan_machine(asked.foreseen, "doctor", {}, **timeouts)
-        rendezvous.tell_problem(plan, " ".join(problem.found for problem in problems), arguments.to_stderr)
+        rendezvous.tell_problem(plan, " ".join(problem.found for problem in problems), to_stderr)
     if parsed.json:
         print(json.dumps([vars(result) for result in results], indent=2))
     return 1 if any(result.status == "failure" for result in results) else 0
@@ -309,7 +331,7 @@ def data(parsed: argparse.Namespace) -> None:
     sides = {"train": prepared.train, "validation": prepared.validation}
     rows = [f"{name}: {len(rows):,} rows" for name, rows in sides.items() if rows is not None]
     lines = prepared.full_report or prepared.report_lines or rows
-    print("\n".join([*lines, *without_validation(recipe, prepared)]))
+    to_stdout("\n".join([*lines, *without_validation(recipe, prepared)]))
     shown = prepared.train if prepared.train is not None else prepared.validation
     if parsed.show and shown is not None:
         from finetune.data.show_examples import examples
@@ -329,10 +351,13 @@ def show(parsed: argparse.Namespace) -> None:
 
 def plan(parsed: argparse.Namespace) -> None:
     """Estimate memory, time, traffic and cost of a recipe under every launch file, without running it."""
+    from finetune.distributed.gpu_specs import find_gpu
     from finetune.utils.console import plain_console
 
     recipe = arguments.load_named_recipe(parsed)
-    hub_access.go_offline_if_unreachable()
+    if parsed.gpu is not None:
+        find_gpu(parsed.gpu)
+    go_offline_if_unreachable()
     with quick_imports():
         from finetune.planning import plan_report
         from finetune.planning.planner import count_rows, machines_of, make_plan, write_launch_file
@@ -345,7 +370,7 @@ def plan(parsed: argparse.Namespace) -> None:
     if parsed.trace:
         from finetune.planning.trace import trace_launches
 
-        say = arguments.to_stderr if sys.stderr.isatty() else lambda _: None
+        say = to_stderr if sys.stderr.isatty() else lambda _: None
         found = trace_launches.trace_all(plan, trace_launches.find_wanted(plan, parsed.trace), parsed.stored, say)
     if parsed.json:
         print(plan_report.as_json(plan, found))

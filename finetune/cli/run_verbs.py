@@ -9,6 +9,7 @@ from typing import Any
 
 from finetune.cli import arguments
 from finetune.utils.errors import RecipeError
+from finetune.utils.quoting import to_stderr, to_stdout
 from finetune.utils.shipped_files import recipe_file
 
 
@@ -65,7 +66,7 @@ def audit(parsed: argparse.Namespace) -> int:
     except ValueError as error:
         raise RecipeError(f"--steps {parsed.steps}: give A:B, such as 100:120, or one step.") from error
     found = row_ledger.audit_ledger(directory)
-    print("\n".join(found.lines()))
+    to_stdout("\n".join(found.lines()))
     for entry in row_ledger.used_rows(directory):
         if entry.step + 1 in listed:
             print(f"step {entry.step + 1}: position {entry.position}, rows {' '.join(map(str, entry.rows.tolist()))}")
@@ -120,19 +121,19 @@ def _compare_launches(parsed: argparse.Namespace) -> int:
         for name, launch in launches.items():
             fault = parsed.inject if name == last else None
             broken = f", with {fault}" if fault else ""
-            arguments.to_stderr(f"\n{name}: {launch.num_processes} process(es), {launch.file}{broken}")
+            to_stderr(f"\n{name}: {launch.num_processes} process(es), {launch.file}{broken}")
             runs.append(launch_runs.launch_run(launch, written[name], folder / name, fault))
         comparisons = [compare_runs(runs[0], other) for other in runs[1:]]
         code = _print_comparisons(parsed, comparisons)
         if parsed.inject is not None:
             seen = "caught" if not comparisons[-1].holds else "NOT caught: it changes nothing in this recipe"
-            arguments.to_stderr(f"{last} was broken on purpose by {parsed.inject}, which was {seen}")
+            to_stderr(f"{last} was broken on purpose by {parsed.inject}, which was {seen}")
         return code
     finally:
         if parsed.to is None and (code == 0 or not any((folder / name).exists() for name in launches)):
             shutil.rmtree(folder, ignore_errors=True)
         else:
-            arguments.to_stderr(f"the runs are in {folder}")
+            to_stderr(f"the runs are in {folder}")
 
 
 def _print_comparisons(parsed: argparse.Namespace, comparisons: list[Any]) -> int:
@@ -166,28 +167,26 @@ def report(parsed: argparse.Namespace) -> None:
     if parsed.live:
         if parsed.to is not None:
             raise RecipeError("--live serves the page, and writes no file. Remove --to or --live.")
-        serve_live(runs, arguments.to_stderr, price=parsed.price, host=parsed.host, port=parsed.port)
+        serve_live(runs, to_stderr, price=parsed.price, host=parsed.host, port=parsed.port)
         return
     if parsed.host is not None or parsed.port is not None:
         raise RecipeError("--host and --port are for --live. Add --live, or remove them.")
     files = write_report(runs, Path(parsed.to) if parsed.to else None, price=parsed.price)
-    print("\n".join(f"Written: {file}" for file in files))
+    to_stdout("\n".join(f"Written: {file}" for file in files))
 
 
 def watch(parsed: argparse.Namespace) -> None:
     """Watch a run in the terminal: progress, losses, time left, last sample."""
-    from rich.console import Console
-
     from finetune.diagnostics.watch_and_list import watch_run
+    from finetune.utils.console import plain_console
 
-    watch_run(Path(parsed.run), Console(highlight=False), once=parsed.once)
+    watch_run(Path(parsed.run), plain_console(soft_wrap=False), once=parsed.once)
 
 
 def runs(parsed: argparse.Namespace) -> None:
     """List runs: status, step, best validation loss, launch, duration."""
-    from rich.console import Console
-
     from finetune.diagnostics.watch_and_list import list_runs, runs_table
+    from finetune.utils.console import plain_console
 
     found = list_runs(Path(parsed.directory))
     if parsed.json:
@@ -196,12 +195,12 @@ def runs(parsed: argparse.Namespace) -> None:
     if not found:
         print(f"There are no runs below {parsed.directory}.")
         return
-    console = Console(highlight=False)
+    console = plain_console(soft_wrap=False)
     if not console.is_terminal:
         console.width = 160
     console.print(runs_table(found))
     for one in found:
         if one.problem is not None:
-            console.print(f"{one.run}: {one.problem}", markup=False)
+            console.print(f"{one.run}: {one.problem}")
         elif one.damaged_lines:
-            console.print(f"{one.run}: {one.damaged_lines:,} damaged lines of its metrics are ignored", markup=False)
+            console.print(f"{one.run}: {one.damaged_lines:,} damaged lines of its metrics are ignored")

@@ -8,10 +8,11 @@ import copy
 import difflib
 import json
 import math
+import os
 import re
-import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, get_origin
 
@@ -22,9 +23,10 @@ from pydantic.fields import FieldInfo
 from finetune.config import file_kinds
 from finetune.config.peer_keys import called_here
 from finetune.config.provenance import Origin, concerns_key, place_of, places, printable
-from finetune.config.recipe_schema import Recipe, Section, ranking, section_in
+from finetune.config.recipe_schema import LengthSection, Recipe, Section, is_given, ranking, section_in
 from finetune.utils.errors import RecipeError
 from finetune.utils.file_formats import read_text
+from finetune.utils.quoting import to_stderr
 from finetune.utils.shipped_files import LAUNCH_FILES, RECIPES, shipped_names
 from finetune.utils.yaml_files import YamlProblem, parse
 
@@ -42,18 +44,6 @@ TAG_FIGURES = ("accuracy", "precision", "recall", "f1")
 _RENAMED = {
     "checkpoint.keep_best": "it is `keep_best_by` now; for `true` leave it out, for `false` write `keep_best_by: null`"
 }
-
-# Keys of which a section, or each item of a list of sources, takes one.
-_SOURCE = ("sample", "path", "hub")
-_ONE_OF = {
-    "length": ("steps", "epochs", "tokens"),
-    "model": ("name", "config"),
-    "tokenizer": ("name", "vocab_size"),
-    "schedule": ("warmup_steps", "warmup_fraction"),
-    **dict.fromkeys(("data.train", "data.validation", "eval.prompts"), _SOURCE),
-}
-# Keys of two sections of which a recipe takes one; problems name the first.
-_ONE_OF_BOTH = {"task.class_weights": "task.loss", "model.freeze": "lora", "model.fp8": "lora"}
 
 SCHEMA_FILE = Path(__file__).with_name("recipe.schema.json")
 """File with the JSON schema of recipes, installed for editors."""
@@ -118,31 +108,118 @@ for _kind_of_yaml in (RecipeLoader, _Dumper):
 
 
 def load_recipe(
-    path: str | Path, overrides: Sequence[str] = (), tasks: Mapping[str, TaskTraits] | None = None
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    tasks: Mapping[str, TaskTraits] | None = None,
+    *,
+    quiet: bool = False,
 ) -> Recipe:
     """Reads a recipe file, applies `a.b=c` overrides, and validates the result.
 
     Args:
         tasks: The built-in tasks by name; None skips the checks that depend on the task.
+        quiet: Whether to print no line on keys of the file that overrides replace.
 
     Raises:
         RecipeError: With every problem that was found, each with its key.
     """
-    trees = recipe_layers(path, overrides)
+    trees = recipe_layers(read_recipe(path), overrides, path, quiet=quiet)
     return validate_recipe(trees[-1], Origin(path, trees[0], overrides), tasks)
 
 
-def recipe_layers(path: str | Path, overrides: Sequence[str]) -> list[dict[str, Any]]:
-    """Returns the keys and values of a recipe file, and those after each override.
+def recipe_layers(
+    tree: dict[str, Any],
+    overrides: Sequence[str],
+    file: str | Path | None = None,
+    *,
+    sections: Mapping[str, Any] | None = None,
+    quiet: bool = False,
+) -> list[dict[str, Any]]:
+    """Returns keys and values of a recipe, with `sections` if there are any, and then after each override.
+
+    A key that is set replaces those that it excludes; a line on stderr says so.
+
+    Args:
+        file: The file that holds `tree`, for that line.
+        sections: Plain keys and values that replace those of `tree`.
+        quiet: Whether to print no lines.
 
     Raises:
-        RecipeError: If the file or an override cannot be read.
+        RecipeError: If an override cannot be read, or two set keys that exclude each other.
     """
-    trees = [read_recipe(path)]
-    for override in overrides:
-        trees.append(copy.deepcopy(trees[-1]))
-        apply_override(trees[-1], override)
+    trees, set_by, said = [tree], dict[str, str](), []
+    lines = {} if file is None else places(file)
+    for change in [*([sections] if sections else []), *overrides]:
+        tree = copy.deepcopy(trees[-1])
+        if isinstance(change, str):
+            apply_override(tree, change)
+            sets = partial(concerns_key, change)
+        else:
+            tree, sets = _merged(tree, change), partial(is_given, change)
+        for problem, given in list(_exclusive_keys(tree)):
+            mine = [key for key in given if sets(key)]
+            words = printable(change) if isinstance(change, str) else ", ".join(mine)
+            for key in [key for key in given if mine and key not in mine]:
+                if key in set_by:
+                    raise RecipeError(f"{set_by[key]} and {words} exclude each other: {problem}.")
+                replaced = f"{key}: {_shown(_take_out(tree, key))}"
+                said.append(f"{words} replaces {replaced} of {place_of(key, file or 'the recipe', lines)}")
+            set_by |= dict.fromkeys(mine, words)
+        trees.append(tree)
+    for line in said if not quiet else ():
+        _say_once(line)
     return trees
+
+
+def _merged(below: Any, above: Any) -> Any:
+    """Returns two trees of keys as one; where both have a value, the second's."""
+    if not (isinstance(below, dict) and isinstance(above, dict)):
+        return above
+    return {**below, **{key: _merged(below.get(key), value) for key, value in above.items()}}
+
+
+def _exclusive_keys(
+    tree: Mapping[str, Any], section: type[Section] = Recipe, prefix: str = ""
+) -> Iterator[tuple[str, list[str]]]:
+    """Yields each group of keys that exclude each other: the problem of several, and those that are given."""
+    for group, problem in section.exclusive.items():
+        given = [f"{prefix}{key}" for key in group if is_given(tree, key)]
+        yield f"{prefix[:-1]}: {problem}" if prefix else problem, given
+    for name, field in section.model_fields.items():
+        inner, value = section_in(field.annotation), tree.get(name)
+        items = [(f"{name}.{n}", item) for n, item in enumerate(value)] if isinstance(value, list) else [(name, value)]
+        for place, item in items:
+            if inner is not None and isinstance(item, Mapping):
+                yield from _exclusive_keys(item, inner, f"{prefix}{place}.")
+
+
+def _take_out(tree: Any, key: str) -> Any:
+    """Takes a dotted key out of keys and values; returns its value."""
+    *above, last = key.split(".")
+    for name in above:
+        tree = tree[int(name)] if isinstance(tree, list) else tree[name]
+    return tree.pop(last)
+
+
+@cache
+def _say_once(line: str) -> None:
+    """Prints a line on the first rank; commands read a recipe again where they start its run."""
+    if os.environ.get("RANK", "0") == "0":
+        to_stderr(line)
+
+
+def check_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Checks overrides of a recipe that is not made yet: their keys, and kinds of values.
+
+    Args:
+        tree: What is known of it.
+
+    Raises:
+        RecipeError: With every problem.
+    """
+    recipe, problems = _checked(recipe_layers(tree, overrides, quiet=True)[-1], None)
+    if recipe is None:
+        raise RecipeError.of("The command line", [problem for _, problem in problems])
 
 
 def read_recipe(path: str | Path) -> dict[str, Any]:
@@ -201,61 +278,30 @@ def validate_recipe(
         said = [f"{origin}: {problem}" if origin else problem for _, problem in problems]
         raise RecipeError.of(origin or "The recipe", said)
     in_file = [problem for _, problem in _checked(origin.tree, tasks)[1]] if origin.overrides else []
-    said = [
-        _exclusion(tree, origin, key, problem) or f"{origin.of(key, problem, in_file)}: {problem}"
-        for key, problem in problems
-    ]
-    raise RecipeError.of(str(origin.path), said)
-
-
-def _exclusion(tree: Mapping[str, Any], origin: Origin, key: str, problem: str) -> str:
-    """Returns a problem of keys that exclude each other, with who set them, and what to type to replace the file's.
-
-    It is empty for other problems, and where the command line sets none of the keys.
-    """
-    names = _ONE_OF.get(re.sub(r"\.\d+$", "", key), ())
-    group = [f"{key}.{name}" for name in names] or [key, _ONE_OF_BOTH.get(key, key)]
-    given = [name for name in group if _is_given(tree, name)]
-    typed = {text: name for text in origin.overrides for name in given if concerns_key(text, name)}
-    if len(given) < 2 or not typed:
-        return ""
-    said = f"{' '.join(map(printable, typed))} (command line): {problem.removesuffix('.')}"
-    in_file = [name for name in given if name not in typed.values()]
-    if not in_file:
-        return said
-    lines = places(origin.path)
-    theirs = ", ".join(f"{place_of(name, origin.path, lines)} sets {name}" for name in in_file)
-    defaults = [RECIPE_FIELDS[re.sub(r"\.\d+\.", ".0.", name)].default for name in in_file]
-    back = [f"{name}={json.dumps(default)}" for name, default in zip(in_file, defaults, strict=True)]
-    return f"{said}. {theirs}; to replace it, write `{shlex.join([*back, [*typed][-1]])}`"
-
-
-def _is_given(tree: Any, key: str) -> bool:
-    """Tells if plain keys and values hold a key that is not off."""
-    for name in key.split("."):
-        if isinstance(tree, list):
-            tree = tree[int(name)] if name.isdigit() and int(name) < len(tree) else None
-        else:
-            tree = tree.get(name) if isinstance(tree, Mapping) else None
-    return tree is not None and tree is not False
+    raise RecipeError.of(
+        str(origin.path), [f"{origin.of(key, problem, in_file)}: {problem}" for key, problem in problems]
+    )
 
 
 def _checked(
     tree: Mapping[str, Any], tasks: Mapping[str, TaskTraits] | None
 ) -> tuple[Recipe | None, list[tuple[str, str]]]:
     """Returns the recipe, None if it is not valid, and its problems, each with its key."""
+    tree = write_out(tree)
+    exclusive = [problem for problem, given in _exclusive_keys(tree) if len(given) > 1]
     try:
         # By way of JSON: pydantic's strict mode then takes lists for tuples, but no "10" for 10.
-        recipe = Recipe.model_validate_json(json.dumps(write_out(tree), default=str), strict=True)
+        recipe = Recipe.model_validate_json(json.dumps(tree, default=str), strict=True)
     except ValidationError as error:
         found = error.errors(include_url=False)
         # A key that takes values of several kinds has an error for each of them: one says what it takes.
         problems = list(dict.fromkeys(filter(None, map(_keyed_problem, found))))
         # A problem of the whole recipe names its key itself.
+        problems += [("", problem) for problem in exclusive]
         return None, [(key or problem.partition(":")[0], problem) for key, problem in problems]
     except ValueError as error:  # of Python, for a number of thousands of digits
         return None, [("recipe", f"recipe: a value cannot be read: {error}")]
-    return recipe, [(problem.partition(":")[0], problem) for problem in _conflicts(recipe, tasks)]
+    return recipe, [(problem.partition(":")[0], problem) for problem in [*exclusive, *_conflicts(recipe, tasks)]]
 
 
 def write_out(tree: Mapping[str, Any], section: type[Section] = Recipe) -> dict[str, Any]:
@@ -332,9 +378,8 @@ def _conflicts(recipe: Recipe, tasks: Mapping[str, TaskTraits] | None) -> Iterab
         )
     if not own_task:
         yield from source_conflicts(recipe)
-    given = [key for key in ("steps", "epochs", "tokens") if getattr(recipe.length, key) is not None]
-    if len(given) != 1:
-        yield f"length: give exactly one of steps, epochs and tokens (got {', '.join(given) or 'none'})"
+    if recipe.length == LengthSection():
+        yield "length: give exactly one of steps, epochs and tokens (got none)"
     if recipe.batch.micro_size == "auto" and recipe.length.steps == 0:
         yield "batch.micro_size: `auto` tries training steps, and length.steps is 0; give a number"
     task = (tasks or {}).get(recipe.task.name, TaskTraits())
@@ -392,8 +437,6 @@ def task_conflicts(recipe: Recipe, task: TaskTraits) -> Iterable[str]:
     fixed = NUMBER_FIGURES if task.numbers else TAG_FIGURES if task.tagged else ()
     if fixed and recipe.eval.metrics:
         yield f"eval.metrics: {recipe.task.name} always reports {', '.join(fixed)}, and no others; remove it"
-    if recipe.task.class_weights is not None and recipe.task.loss is not None:
-        yield "task.class_weights: your own `task.loss` weighs classes by itself; remove one of both"
     section, best_by = recipe.eval, recipe.checkpoint.keep_best_by
     both = task.text == task.labelled
     tells_classes = task.labelled and not fixed

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
 
 from pydantic import (
@@ -40,6 +41,18 @@ class Section(BaseModel):
     )
     short_for: ClassVar[str | None] = None
     """Key that a text in place of the section stands for."""
+    exclusive: ClassVar[dict[tuple[str, ...], str]] = {}
+    """Groups of keys of which a recipe takes one, each with the problem of a recipe that gives several."""
+
+
+def is_given(values: Any, key: str) -> bool:
+    """Tells if a section, or plain keys and values, gives a dotted key: neither null nor false."""
+    for name in key.split("."):
+        if isinstance(values, list | tuple):
+            values = {str(place): item for place, item in enumerate(values)}.get(name)
+        else:
+            values = values.get(name) if isinstance(values, Mapping) else getattr(values, name, None)
+    return values is not None and values is not False
 
 
 def section_in(annotation: Any) -> type[Section] | None:
@@ -185,6 +198,7 @@ class TokenizerSection(Section):
     """The tokenizer. Empty: the one in the model's directory."""
 
     short_for = "name"
+    exclusive = {("name", "vocab_size"): "give `name` (an existing tokenizer) or `vocab_size` (train one), not both"}
 
     name: PathText | None = None
     """A directory with a tokenizer, or a name on the hub."""
@@ -194,17 +208,12 @@ class TokenizerSection(Section):
     """Train a byte-level BPE of this many pieces on the training documents (at least 256 bytes and the special
     tokens)."""
 
-    @model_validator(mode="after")
-    def _one_origin(self) -> Self:
-        if self.name is not None and self.vocab_size is not None:
-            raise ValueError("give `name` (an existing tokenizer) or `vocab_size` (train one), not both")
-        return self
-
 
 class Source(Section):
     """A source of documents: exactly one of `sample`, `path` and `hub`."""
 
     short_for = "path"
+    exclusive = {("sample", "path", "hub"): "give exactly one of sample, path and hub"}
 
     sample: Annotated[PositiveInt | None, "stories"] = None
     """Number of stories to take from the built-in generator, which needs no network or files. With a `chat` section it
@@ -245,8 +254,8 @@ class Source(Section):
     @model_validator(mode="after")
     def _one_origin(self) -> Self:
         given = [key for key in ("sample", "path", "hub") if getattr(self, key) is not None]
-        if len(given) != 1:
-            raise ValueError(f"give exactly one of sample, path and hub (got {', '.join(given) or 'none'})")
+        if not given:
+            raise ValueError("give exactly one of sample, path and hub (got none)")
         for key, kinds in (("split", ("path", "hub")), ("hub_config", ("hub",)), ("revision", ("hub",))):
             # Recipes of earlier runs have `train` everywhere.
             if getattr(self, key) not in (None, "train") and given[0] not in kinds:
@@ -434,6 +443,7 @@ class ModelSection(Section):
     """The network and its initial weights."""
 
     short_for = "name"
+    exclusive = {("name", "config"): "give `name` (pretrained weights) or `config` (random weights), not both"}
 
     name: PathText | None = None
     """A model directory, or a name on the Hugging Face hub. Left out: the model of `config`."""
@@ -476,8 +486,6 @@ class ModelSection(Section):
 
     @model_validator(mode="after")
     def _one_origin(self) -> Self:
-        if self.name is not None and self.config is not None:
-            raise ValueError("give `name` (pretrained weights) or `config` (random weights), not both")
         if self.rope_scaling is not None and self.name is None:
             raise ValueError("`rope_scaling` is for pretrained weights (`name`); `config` has `rope_parameters` itself")
         if self.config is not None and not isinstance(self.config.get("model_type"), str):
@@ -561,6 +569,8 @@ class BatchSection(Section):
 class LengthSection(Section):
     """Length of the training: exactly one of the three."""
 
+    exclusive = {("steps", "epochs", "tokens"): "give exactly one of steps, epochs and tokens"}
+
     steps: Annotated[NonNegativeInt | None, "optimiser steps"] = None
     """Optimiser steps; 0 evaluates only."""
     epochs: Annotated[PositiveFloat | None, "passes over the rows"] = None
@@ -614,6 +624,7 @@ class ScheduleSection(Section):
     """The learning rate as a function of the step."""
 
     short_for = "name"
+    exclusive = {("warmup_steps", "warmup_fraction"): "give `warmup_steps` or `warmup_fraction`, not both"}
 
     name: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
     """Schedule after the warm-up. `wsd` is warm-up, stable, decay."""
@@ -626,15 +637,22 @@ class ScheduleSection(Section):
     decay_fraction: Annotated[Fraction, "share of the steps"] = 0.2
     """`wsd` only: fraction of all steps, at the end, over which the rate falls."""
 
-    @model_validator(mode="after")
-    def _one_warmup(self) -> Self:
-        if self.warmup_steps is not None and self.warmup_fraction is not None:
-            raise ValueError("give `warmup_steps` or `warmup_fraction`, not both")
-        return self
-
 
 class Recipe(Section):
     """All settings that decide what is learned."""
+
+    exclusive = {
+        ("task.class_weights", "task.loss"): (
+            "task.class_weights: your own `task.loss` weighs classes by itself; remove one of both"
+        ),
+        ("model.freeze", "lora"): (
+            "model.freeze: with a `lora` section the whole model is frozen already. Remove one of both"
+        ),
+        ("model.fp8", "lora"): (
+            "model.fp8: it is for linear weights that are trained, and a `lora` section freezes them (packed ones, by "
+            "model.quantization, have products of their own). Set fp8 to false, or remove `lora`"
+        ),
+    }
 
     task: TaskSection = TaskSection()
     model: ModelSection = ModelSection()
@@ -680,15 +698,6 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _quantised_is_frozen(self) -> Self:
-        if self.lora is not None and self.model.freeze is not None:
-            raise ValueError(
-                "model.freeze: with a `lora` section the whole model is frozen already. Remove one of both"
-            )
-        if self.lora is not None and self.model.fp8:
-            raise ValueError(
-                "model.fp8: it is for linear weights that are trained, and a `lora` section freezes them (packed ones, "
-                "by model.quantization, have products of their own). Set fp8 to false, or remove `lora`"
-            )
         if self.model.quantization is None:
             return self
         if self.lora is None:

@@ -6,7 +6,6 @@ No process group exists yet when data is prepared, so processes agree through a 
 import json
 import os
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -19,6 +18,7 @@ import filelock
 from finetune.utils import json_files
 from finetune.utils.atomic_files import digest_of, file_digest, remove_path, sync_to_disk, why_unlockable
 from finetune.utils.errors import DataError
+from finetune.utils.quoting import to_stderr
 
 _INDEX = "index.json"
 STATE = "state.json"
@@ -125,7 +125,7 @@ class Cache:
         except (_DamageError, OSError) as error:
             problem = error if isinstance(error, _DamageError) else f"is damaged ({error})"
             # One process comes here, whichever it is.
-            print(f"The prepared data in {folder} {problem}: it is made again.", file=sys.stderr, flush=True)
+            to_stderr(f"The prepared data in {folder} {problem}: it is made again.")
             return None
         if not known:
             with suppress(OSError):
@@ -182,7 +182,7 @@ class Cache:
 
     def _say(self, text: str) -> None:
         if not self._quiet:
-            print(text, file=sys.stderr, flush=True)
+            to_stderr(text)
 
     @contextmanager
     def _lock(self, name: str, *, there: bool) -> Iterator[None]:

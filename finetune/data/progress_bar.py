@@ -4,7 +4,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from rich.console import Console
 from rich.progress import (
     MofNCompleteColumn,
     Progress,
@@ -14,7 +13,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from finetune.utils.console import progress_bar
+from finetune.utils.console import plain_console, progress_bar
 
 
 class Bar:
@@ -47,7 +46,7 @@ class Bar:
 def rows_bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
     """A bar with the time left while open; it is advanced by how many more rows are done."""
     columns = (TextColumn("{task.description}"), MofNCompleteColumn())
-    console, hidden = Console(stderr=True), not sys.stderr.isatty()
+    console, hidden = plain_console(stderr=True), not sys.stderr.isatty()
     with progress_bar(console, *columns, transient=True, disable=hidden) as display:
         task = display.add_task(title, total=total)
         yield lambda rows: display.advance(task, rows)
@@ -65,7 +64,7 @@ def documents_bar(title: str, sizes: Sequence[int | None], *, quiet: bool) -> It
     documents = TextColumn("{task.fields[documents]}")
     last = TimeElapsedColumn() if total is None else TaskProgressColumn()
     columns = (SpinnerColumn(), TextColumn("{task.description}"), documents, last)
-    console = Console(stderr=True, quiet=quiet)
+    console = plain_console(stderr=True, quiet=quiet)
     hidden = quiet or not sys.stderr.isatty()
     with progress_bar(console, *columns, known=total is not None, transient=True, disable=hidden) as display:
         display.add_task(title, total=total, documents="")

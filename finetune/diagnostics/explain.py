@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 from rich.console import Group, RenderableType
 
 from finetune.config.provenance import Origin, Setting, Value, concerns_key, flat, place_of, places
-from finetune.config.recipe import RECIPE_FIELDS, hint, recipe_layers, validate_recipe
+from finetune.config.recipe import RECIPE_FIELDS, hint, read_recipe, recipe_layers, validate_recipe
 from finetune.config.recipe_schema import Recipe, section_in
 from finetune.distributed import device_selection
 from finetune.distributed.launch.predicted_environment import predict_environment
@@ -42,7 +42,7 @@ def explain_values(
     Raises:
         FinetuneError: As a run would.
     """
-    trees = recipe_layers(recipe_file, overrides)
+    trees = recipe_layers(read_recipe(recipe_file), overrides, recipe_file)
     recipe = validate_recipe(trees[-1], Origin(recipe_file, trees[0], overrides), BUILT_IN)
     foreseen, here = predict_environment(config_file, options, env), device_selection.of_driver()
     settled = resolve_for_devices(recipe, foreseen.launch, here, foreseen.env)
@@ -82,12 +82,13 @@ def recipe_values(
     """Returns every effective value of a recipe with these `recipe_layers`; `derived` settings replace `auto`."""
     fields, lines, found = Recipe.model_fields, places(file), []
     # A section that may be left out is a value of its own: `chat: {}` is all that it takes.
-    in_force = [name for name, field in fields.items() if field.default is None and getattr(recipe, name) is not None]
+    optional = [name for name, field in fields.items() if field.default is None]
+    in_force = [name for name in optional if getattr(recipe, name) is not None]
     # Keys that are given: by the file, and then after each override.
     stages = [flat(tree) for tree in trees]
     for stage in stages:
         sections = {key.split(".")[0] for key, value in stage.items() if value is not None or "." in key}
-        stage |= {name: "given" for name in in_force if name in sections}
+        stage |= {name: "given" for name in optional if name in sections}
     for key, value in {**flat(recipe.model_dump(mode="json")), **dict.fromkeys(in_force, "given")}.items():
         settings, default = [], None
         if (field := _field_of(key)) is not None:
@@ -96,7 +97,9 @@ def recipe_values(
         if key in stages[0]:
             settings.append(Setting("recipe file", place_of(key, file, lines), stages[0][key]))
         for override, before, after in zip(overrides, stages, stages[1:], strict=False):
-            if concerns_key(override, key) and (key in before or key in after):
+            # A key that it excludes is taken out, with those below it.
+            gone = key not in after and any(f"{name}.".startswith(f"{key}.") for name in before)
+            if gone or (concerns_key(override, key) and (key in before or key in after)):
                 settings.append(Setting("command line", override, after.get(key, default)))
         if settings[-1].layer != "default":
             # As the recipe reads it: 1 may be 1.0.

@@ -23,6 +23,7 @@ from finetune.diagnostics.run_report.charts import running_mean
 from finetune.monitoring.rank_progress import read_ranks
 from finetune.utils.console import plain_table
 from finetune.utils.errors import FinetuneError, RecipeError
+from finetune.utils.quoting import visible
 
 COLORS = {"running": "blue", "finished": "green", "stopped": "yellow", "diverged": "red", "lost": "red"}
 """Colours of statuses in a terminal."""
@@ -79,7 +80,7 @@ def run_screen(run: RunHistory, width: int) -> RenderableType:
         last = run.samples[-1]
         head = Text(f"sample at step {last.step:,}", style="dim")
         room = max(20, width - 2)
-        lines = [line.plain.rstrip() for line in Text(_printable(last.text)).wrap(Console(width=room), room)]
+        lines = [line.plain.rstrip() for line in Text(visible(last.text)).wrap(Console(width=room), room)]
         if len(lines) > _SAMPLE_LINES:
             lines[_SAMPLE_LINES - 1 :] = [f"{lines[_SAMPLE_LINES - 1][: room - 2]} …"]
         blocks.append(Group(head, Text("\n".join(f"  {line}" for line in lines))))
@@ -117,11 +118,6 @@ def _figures(run: RunHistory) -> RenderableType:
     return Columns([Text.assemble((f"{name:<{longest}}  ", "dim"), value) for name, value in cells], (0, 2), equal=True)
 
 
-def _printable(text: str) -> str:
-    """Returns a text with spaces for control characters, which could move the cursor."""
-    return "".join(letter if letter.isprintable() or letter == "\n" else " " for letter in text)
-
-
 def _machines_table(machines: Sequence[MachineHistory]) -> Table:
     """Returns the newest figures of machines, a line each; what a machine receives and reads comes first."""
     shown = plain_table("machine", "CPU", "memory GiB", "GPU", "net MiB/s", "disk MiB/s", "free GiB")
@@ -132,7 +128,7 @@ def _machines_table(machines: Sequence[MachineHistory]) -> Table:
 
         gpu = f"{newest('gpu_percent')}% {newest('gpu_temperature_c')}°C"
         shown.add_row(
-            Text(_printable(machine.name)),
+            Text(visible(machine.name)),
             f"{newest('cpu_percent')}%",
             newest("memory_used_gib", "memory_total_gib"),
             gpu if machine.has_gpus else "–",

@@ -29,7 +29,7 @@ from rich.progress import MofNCompleteColumn, TextColumn
 from finetune.distributed.launch.launch_config import Launch
 from finetune.utils.atomic_files import why_unlockable
 from finetune.utils.compat.library_versions import installed, require_installed
-from finetune.utils.console import progress_bar
+from finetune.utils.console import plain_console, progress_bar
 from finetune.utils.errors import BackendError
 from finetune.utils.temporary_folders import temporary_folder
 
@@ -378,7 +378,7 @@ def _progress(op: str, quiet: bool) -> Iterator[Callable[..., None]]:
 
 
 def _console() -> Console:
-    return Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
+    return plain_console(stderr=True, soft_wrap=True)
 
 
 def build_folder(op: str) -> Path:

@@ -88,7 +88,7 @@ def find_weights(
         CheckpointError: If there are none, or they are damaged.
         RecipeError: If the recipe beside them cannot be read, or leads to code that nobody vouches for.
     """
-    run, store, name = _locate(place, step)
+    run, store, name = locate(place, step)
     with ExitStack() as stack:
         if name is None:
             weights, step = run / "model", _facts(run).get("length", {}).get("num_steps")
@@ -111,8 +111,12 @@ def find_weights(
         return WeightSource(run, weights, step, recipe, facts, trusted, stack.pop_all())
 
 
-def _locate(place: Path, step: int | None) -> tuple[Path, CheckpointStore, str | None]:
-    """Returns a run, its checkpoints, and the name of one; None for what lies in `model/`."""
+def locate(place: Path, step: int | None) -> tuple[Path, CheckpointStore, str | None]:
+    """Returns a run, its checkpoints, and the name of one; None for what lies in `model/`.
+
+    Raises:
+        CheckpointError: If there are none.
+    """
     if _is_checkpoint(place):
         if step is not None and step != step_of(place.resolve().name):
             raise CheckpointError(f"{place} is one checkpoint, and not that of step {step}. Leave --step out.")

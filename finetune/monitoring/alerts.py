@@ -22,11 +22,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from rich.console import Console
-
 from finetune.config.recipe_schema import Event, GuardSection
 from finetune.utils.errors import RecipeError
 from finetune.utils.exit_codes import ALERTED
+from finetune.utils.quoting import to_stderr
 
 # How long a webhook or command may take, and how long whoever waits for it does. Ranks that fail alike wait 10 s for
 # rank 0 (`exit_codes`), which sends first.
@@ -96,8 +95,7 @@ def _is_due(event: Event, run: Any) -> bool:
 
 def warn_unsent(event: Event, problem: str) -> None:
     """Says on stderr that an alert was not sent, which ends nothing."""
-    text = f"guard.alert: '{event}' was not sent: {' '.join(problem.split())[:300]}. The run does not depend on it."
-    Console(stderr=True, highlight=False, soft_wrap=True).print(text, markup=False)
+    to_stderr(f"guard.alert: '{event}' was not sent: {' '.join(problem.split())[:300]}. The run does not depend on it.")
 
 
 def _send(alert: str, event: Event, text: str, facts: dict[str, Any]) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from rich.console import Console
 from rich.progress import Progress, TextColumn
 
 from finetune.config.recipe_schema import GuardSection
@@ -17,8 +16,9 @@ from finetune.distributed.backend import Backend
 from finetune.monitoring.alerts import send_alert
 from finetune.monitoring.trackers import Trackers, add_samples
 from finetune.utils.atomic_files import Journal
-from finetune.utils.console import progress_bar
+from finetune.utils.console import plain_console, progress_bar
 from finetune.utils.platforms import peak_bytes
+from finetune.utils.quoting import to_stderr
 
 
 def peak_memory_gib(device: torch.device) -> float:
@@ -47,7 +47,7 @@ class Reporter:
         self._journal, self._machines = Journal(directory / "metrics.jsonl"), Journal(directory / "machines.jsonl")
         self._samples: deque[dict[str, Any]] = deque()  # which trackers hear with the next line
         self._trackers = trackers
-        self.console = Console(stderr=True, highlight=False, quiet=quiet or not self._main, soft_wrap=True)
+        self.console = plain_console(stderr=True, quiet=quiet or not self._main, soft_wrap=True)
         self._progress: Progress | None = None
         if self.console.is_terminal and not self.console.quiet and num_steps:
             figures = TextColumn("{task.fields[loss]}{task.fields[validation]}{task.fields[rate]}")
@@ -119,14 +119,13 @@ class Reporter:
 
     def say(self, text: str) -> None:
         """A line for people, on rank 0."""
-        self.console.print(text, markup=False)
+        self.console.print(text)
         sys.stderr.flush()
 
 
 def warn(text: str) -> None:
     """A line that people must see, on whatever rank."""
-    Console(stderr=True, highlight=False, soft_wrap=True).print(text, markup=False)
-    sys.stderr.flush()
+    to_stderr(text)
 
 
 class PhaseTimer:

@@ -22,14 +22,14 @@ from pydantic import TypeAdapter
 
 from finetune.checkpoint.run_history import RunHistory, Sample, SavedCheckpoint, Series, Status, read_run
 from finetune.config import path_kinds
-from finetune.config.recipe import apply_override, dump_recipe, read_recipe, validate_recipe, write_out
+from finetune.config.recipe import dump_recipe, read_recipe, recipe_layers, validate_recipe, write_out
 from finetune.config.recipe_schema import DataSection, Recipe, Section
 from finetune.tasks.task_lookup import BUILT_IN
 from finetune.utils import signals
 from finetune.utils.atomic_files import write_text
 from finetune.utils.errors import DataError, LaunchError, RecipeError
 from finetune.utils.exit_codes import REQUEUE
-from finetune.utils.import_object import HANDED_OVER, handed_over
+from finetune.utils.import_object import HANDED_OVER, handed_over, refuse_while_importing
 from finetune.utils.shipped_files import launch_file, recipe_file
 from finetune.utils.temporary_folders import temporary_folder
 
@@ -89,7 +89,7 @@ def load_recipe(source: Source = "", *overrides: str, **sections: Section | Mapp
 
 
 def _tree_of(
-    source: Source, overrides: Sequence[str], sections: Mapping[str, Any]
+    source: Source, overrides: Sequence[str], sections: Mapping[str, Any], *, quiet: bool = False
 ) -> tuple[dict[str, Any], str | None]:
     """Returns the keys and values that are given, and the file that they come from."""
     origin = None
@@ -102,22 +102,13 @@ def _tree_of(
         tree = read_recipe(origin)
     else:
         tree = {}
-    tree = _merged(tree, write_out(_plain(sections)))
-    for override in overrides:
-        apply_override(tree, override)
-    return tree, origin
+    above = write_out(_plain(sections))
+    return recipe_layers(tree, overrides, origin, sections=above, quiet=quiet)[-1], origin
 
 
 def _plain(value: Any) -> Any:
     """Keys and values as YAML has them; of sections, those that were given."""
     return TypeAdapter(Any).dump_python(value, mode="json", exclude_unset=True)
-
-
-def _merged(below: Any, above: Any) -> Any:
-    """Two trees of keys; where both have a value, the second's."""
-    if not (isinstance(below, dict) and isinstance(above, dict)):
-        return above
-    return {**below, **{key: _merged(below.get(key), value) for key, value in above.items()}}
 
 
 def train(recipe: Source, *overrides: str, quiet: bool = False, **objects: Unpack[Objects]) -> "Run":
@@ -151,7 +142,7 @@ def start(recipe: Source, *overrides: str, quiet: bool = False, **objects: Unpac
 
     silence_libraries()
     signals.outlive_readers()
-    with _with_objects(recipe, overrides, objects) as (named, _):
+    with _with_objects(recipe, overrides, objects, quiet=quiet) as (named, _):
         path_kinds.check_paths(named)
         try:
             return Training(build_run(named, quiet=quiet))
@@ -248,7 +239,7 @@ def launch(
         LaunchError: If it failed, with its last words.
         RecipeError: If an object has no name by which the processes can import it.
     """
-    with _with_objects(recipe, overrides, objects) as (named, names):
+    with _with_objects(recipe, overrides, objects, quiet=quiet) as (named, names):
         for purpose, name in names.items():
             if name.startswith(HANDED_OVER):
                 raise RecipeError(
@@ -297,13 +288,14 @@ def _run_command(command: Sequence[str], *, quiet: bool) -> tuple[int, str]:
 
 @contextmanager
 def _with_objects(
-    source: Source, overrides: Sequence[str], objects: Objects
+    source: Source, overrides: Sequence[str], objects: Objects, *, quiet: bool
 ) -> Iterator[tuple[Recipe, dict[str, str]]]:
     """The recipe with the names of what is handed over, which can be imported meanwhile; and these names."""
+    refuse_while_importing()
     unknown = sorted(objects.keys() - Objects.__annotations__.keys())
     if unknown:
         raise TypeError(f"unknown: {', '.join(unknown)}; allowed: {', '.join(Objects.__annotations__)}")
-    tree, origin = _tree_of(source, overrides, {})
+    tree, _ = _tree_of(source, overrides, {}, quiet=quiet)
     given: dict[str, Any] = {purpose: thing for purpose, thing in objects.items() if thing is not None}
     own = {f"metrics.{n}:{getattr(m, '__name__', type(m).__name__)}": m for n, m in enumerate(given.get("metrics", ()))}
     cache = Path((tree.get("data") or {}).get("cache_dir") or DataSection().cache_dir)
@@ -315,8 +307,8 @@ def _with_objects(
         for purpose, key in _WRITTEN.items():
             if purpose in given:
                 values[key] = [{"path": str(_write_records(given[purpose], cache))}]
-        for key, value in values.items():
-            apply_override(tree, f"{key}={json.dumps(value)}")
+        more = [f"{key}={json.dumps(value)}" for key, value in values.items()]
+        tree, origin = _tree_of(source, [*overrides, *more], {}, quiet=quiet)
         yield validate_recipe(tree, origin, BUILT_IN), names
 
 

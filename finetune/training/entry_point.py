@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from finetune.distributed.launch.launch_options import CONFIG_FLAGS
 from finetune.utils import hub_access, orphan_watch, signals
 from finetune.utils.errors import FinetuneError
 from finetune.utils.exit_codes import REQUEUE, USER_ERROR, run_guarded, say_failure
 from finetune.utils.hub_access import go_offline_if_unreachable
 from finetune.utils.library_imports import quick_imports, silence_libraries
+from finetune.utils.quoting import to_stdout
 from finetune.utils.shipped_files import recipe_file
 
 if TYPE_CHECKING:
@@ -36,16 +38,17 @@ def train_main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quiet", action="store_true", help="print errors only")
     # Given by launchers that are refused.
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
+    parser.add_argument(*CONFIG_FLAGS, dest="foreign_config", nargs="?", const="", help=argparse.SUPPRESS)
     parsed = parser.parse_intermixed_args(arguments)
     if parsed.recipe is None:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             parser.print_help(sys.stderr)
         return USER_ERROR
     signals.outlive_readers()
-    if parsed.local_rank is not None:
-        from finetune.distributed.launch.launch_config import refuse_local_rank
+    if parsed.local_rank is not None or parsed.foreign_config is not None:
+        from finetune.distributed.launch.launch_config import refuse_launcher
 
-        return run_guarded(partial(refuse_local_rank, parsed.recipe))
+        return run_guarded(partial(refuse_launcher, parsed.recipe, parsed.foreign_config or ""))
     return run_guarded(partial(_dry_run if parsed.dry_run else _train, parsed))
 
 
@@ -65,7 +68,8 @@ def load_checked(parsed: argparse.Namespace) -> "Recipe":
     from finetune.config.recipe import load_recipe
     from finetune.tasks.task_lookup import BUILT_IN
 
-    recipe = load_recipe(parsed.recipe, parsed.overrides, BUILT_IN)
+    quiet = getattr(parsed, "quiet", False) or orphan_watch.is_own_launcher()  # which has said it
+    recipe = load_recipe(parsed.recipe, parsed.overrides, BUILT_IN, quiet=quiet)
     path_kinds.check_paths(recipe)
     go_offline_if_unreachable()
     hub_access.require_model(recipe.model.name, "model.name")
@@ -107,4 +111,4 @@ def _dry_run(parsed: argparse.Namespace) -> None:
 
     text = describe(recipe)
     if os.environ.get("RANK", "0") == "0":
-        print(text)
+        to_stdout(text)

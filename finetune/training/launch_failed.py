@@ -21,7 +21,7 @@ def send_alert_of_failure(arguments: Sequence[str], text: str) -> None:
     add_recipe_arguments(parser)
     parsed, _ = parser.parse_known_intermixed_args(arguments)
     try:
-        recipe = load_recipe(parsed.recipe, parsed.overrides, BUILT_IN)
+        recipe = load_recipe(parsed.recipe, parsed.overrides, BUILT_IN, quiet=True)
     except RecipeError as error:  # changed, or moved, since the run began: how it ended is told all the same
         warn_unsent("failed", str(error))
         return

@@ -25,6 +25,7 @@ from finetune.planning.planner import largest_micro_size
 from finetune.utils import json_files
 from finetune.utils.atomic_files import digest_of, write_json
 from finetune.utils.errors import BackendError, MemoryFullError
+from finetune.utils.quoting import to_stderr
 from finetune.utils.temporary_folders import temporary_folder
 
 # The share of a rank's memory that a trial may take: evaluation, checkpoints and allocators' gaps come on top.
@@ -93,7 +94,7 @@ def resolve_micro_size(
     try:
         while (size := next_size(sizes, int(begin["first"]), tried)) is not None:
             if rank == 0 and not quiet:
-                print(f"batch.micro_size: auto: trying {size} row(s) a forward pass", file=sys.stderr, flush=True)
+                to_stderr(f"batch.micro_size: auto: trying {size} row(s) a forward pass")
             tried[size] = _try(_trial_of(recipe, size, launch.data_ranks, trials / str(size)), launch, notes, rank)
     finally:
         if rank == 0:

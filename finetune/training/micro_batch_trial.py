@@ -19,6 +19,7 @@ from finetune.utils import exit_codes, orphan_watch
 from finetune.utils.atomic_files import write_json
 from finetune.utils.errors import FinetuneError, MemoryFullError
 from finetune.utils.library_imports import silence_libraries
+from finetune.utils.quoting import to_stderr
 
 
 def main(file: str, report: str) -> int:
@@ -52,7 +53,7 @@ def _guarded() -> int:
             return OUT_OF_MEMORY
         if not isinstance(error, FinetuneError):
             return exit_codes.say_failure(error)
-        print(f"Error: {error}", file=sys.stderr)
+        to_stderr(f"Error: {error}")
         return exit_codes.USER_ERROR
 
 

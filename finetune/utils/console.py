@@ -1,16 +1,32 @@
 """Console output for people."""
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+from rich.segment import Segment
 from rich.table import Column, Table
 
+from finetune.utils.quoting import visible
 
-def plain_console() -> Console:
-    """Returns a console that prints texts as they are, and wraps them at words on a terminal only."""
-    console = Console(highlight=False, markup=False)
-    if not console.is_terminal:
+
+class _VisibleConsole(Console):
+    """A console on which texts are no commands, neither of the terminal nor of rich's markup."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(visible(segment.text), segment.style)
+
+
+def plain_console(**options: Any) -> Console:
+    """Returns a console that prints texts as they are, and wraps them at words on a terminal only.
+
+    Args:
+        options: More options of `Console`.
+    """
+    console = _VisibleConsole(highlight=False, markup=False, **options)
+    if not console.is_terminal and "soft_wrap" not in options:
         console.soft_wrap, console.width = True, 1000
     return console
 

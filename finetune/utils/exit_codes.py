@@ -15,6 +15,7 @@ from pathlib import Path
 
 from finetune.utils import orphan_watch, signals
 from finetune.utils.errors import FinetuneError
+from finetune.utils.quoting import to_stderr
 
 # Something failed; a restart may mend it.
 FAILED = 1
@@ -91,7 +92,7 @@ def print_error(error: FinetuneError) -> None:
         with suppress(OSError):
             Path(given).write_text(json.dumps(written), encoding="utf-8")
     if _first_to_say(text):
-        print(f"\nError: {text}", file=sys.stderr, flush=True)
+        to_stderr(f"\nError: {text}")
         if others and not given:
             print(f"The traceback that follows is of the launcher. {_HINT}", file=sys.stderr, flush=True)
 
@@ -190,9 +191,7 @@ def say_failure(error: Exception) -> int:
     if lost_peer(error):
         time.sleep(_LOST_PATIENCE_S)
         reason = " ".join(str(error).split())[:200]
-        print(f"\nRank {rank} ends, because another rank is gone: {reason}", file=sys.stderr, flush=True)
+        to_stderr(f"\nRank {rank} ends, because another rank is gone: {reason}")
         return LOST_RANK if orphan_watch.on_several_machines() else 1
-    print(f"\nRank {rank} failed:", file=sys.stderr)
-    traceback.print_exception(error)
-    sys.stderr.flush()
+    to_stderr(f"\nRank {rank} failed:\n{''.join(traceback.format_exception(error)).rstrip()}")
     return 1

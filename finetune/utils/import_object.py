@@ -12,12 +12,15 @@ from types import ModuleType
 from typing import Any
 
 from finetune.utils.atomic_files import digest_of
-from finetune.utils.errors import RecipeError
+from finetune.utils.errors import FinetuneError, RecipeError
 
 HANDED_OVER = "python:"
 """Prefix of names that are known in one process only."""
 
 _objects: dict[str, Any] = {}
+
+# Files and modules that are being imported.
+_importing: list[str] = []
 
 
 def import_object(path: str, key: str) -> Any:
@@ -34,18 +37,51 @@ def import_object(path: str, key: str) -> Any:
             "Hand it over here too, or put it into a file and name it as file.py:object."
         )
     place, _, name = path.rpartition(":")
+    _importing.append(place)
     try:
         if not place.endswith(".py") and (here := str(Path.cwd())) not in sys.path:
             sys.path.append(here)  # a command that is installed does not look there by itself
-        return attrgetter(name)(_module_of(Path(place)) if place.endswith(".py") else importlib.import_module(place))
+        return attrgetter(name)(_module_of(Path(place)) if place.endswith(".py") else _module_named(place))
+    except FinetuneError:
+        raise
     except (ImportError, AttributeError, OSError, ValueError) as error:
         raise RecipeError(
             f"{key}: cannot import '{path}': {error}. It is read as package.module:object or as file.py:object."
         ) from error
+    finally:
+        _importing.pop()
+
+
+def refuse_while_importing() -> None:
+    """Refuses to start a run in code that is imported for an object of a run that was started.
+
+    Raises:
+        RecipeError: With what to change in it.
+    """
+    if _importing:
+        raise RecipeError(
+            f"{_importing[-1]} starts a run when it is imported, which each process of a launch and commands such as "
+            'export do to find its functions. Put what starts the run below `if __name__ == "__main__":`.'
+        )
+
+
+def _is_running_script(file: str | Path | None) -> bool:
+    """Tells if a file is the script that this process runs, which to import would run a second time."""
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    return script is not None and file is not None and Path(script).resolve() == Path(file).resolve()
+
+
+def _module_named(name: str) -> ModuleType:
+    spec = None if name in sys.modules else importlib.util.find_spec(name)
+    if spec is not None and _is_running_script(spec.origin):
+        return sys.modules["__main__"]
+    return importlib.import_module(name)
 
 
 def _module_of(file: Path) -> ModuleType:
     """Returns the module in a file, loaded once; it can import those beside it."""
+    if _is_running_script(file):
+        return sys.modules["__main__"]
     name = f"{file.stem}_{digest_of(str(file.resolve()))[:8]}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, file)

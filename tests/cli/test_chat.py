@@ -16,6 +16,7 @@ from finetune.cli import main
 from finetune.export.generate_text import SamplingOptions, generate_text
 from finetune.export.load_model import load_model
 from finetune.utils.errors import RecipeError
+from finetune.utils.quoting import visible
 
 pytestmark = pytest.mark.xdist_group("chat")
 
@@ -51,8 +52,8 @@ def talk(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *l
 
 
 def clean(text: str) -> str:
-    """What is shown of a text, whose control characters are not."""
-    return "".join(c if c.isprintable() or c in "\n\t" else " " for c in text).strip()
+    """What is shown of a text, whose control characters are shown as escapes."""
+    return visible(text).strip()
 
 
 def answer(model: str, *texts: str, system: str | None = None) -> str:

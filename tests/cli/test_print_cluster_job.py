@@ -1,6 +1,7 @@
 """Jobs that `finetune launch --print-cluster` prints: Slurm runs one, and the others' own schemas accept theirs."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -212,6 +213,40 @@ def test_a_sky_task_has_keys_that_skypilot_knows(config: str, capsys: pytest.Cap
     assert ("--machine_rank 1 --main_process_ip 10.0.0.1 --main_process_port 29500" in output) is several
 
 
+@pytest.mark.parametrize("config", ["single", "fsdp_2nodes"])
+@pytest.mark.parametrize("kind", ["slurm", "k8s", "kubeflow", "sky"])
+def test_names_and_values_are_no_lines_of_the_job(
+    kind: str, config: str, here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Line ends of YAML's too: the command gets them as they are, and neither YAML nor a shell sees one."""
+    monkeypatch.chdir(tmp_path)
+    recipe, prompt = "a\ntouch pwned\n'b.yaml", "sample.prompt=one\n  two '\u2028\x85{{ name }}"
+    (tmp_path / recipe).write_text((ROOT / "recipes" / "sample.yaml").read_text())
+    output = "output.dir=runs/x\ntouch pwned"
+    words = ("--config_file", config, recipe, MICRO, prompt, output, "--print-cluster", kind)
+    text = printed(here.capsys, *words, *(IMAGE if kind != "slurm" else ()))
+    assert not any(line.startswith(("touch", "  two")) for line in text.splitlines())
+    script = text
+    if kind == "sky":
+        script = yaml.safe_load(text)["run"]
+    elif kind != "slurm":
+        found = documents(text)
+        job = found["Job"]["spec"] if kind == "k8s" else None
+        if job is None:
+            (part,) = found["TrainingRuntime"]["spec"]["template"]["spec"]["replicatedJobs"]
+            job = part["template"]["spec"]
+        (container,) = job["template"]["spec"]["containers"]
+        (*_, script) = container["command"]
+    # A command that shows what it is given; srun, and a shell's exec, start it.
+    shown = "finetune() { printf '%s\\0' \"$@\"; }; getent() { true; }; scontrol() { :; }; "
+    shown += 'srun() { while [ "$1" != finetune ]; do shift; done; "$@"; }; exec() { "$@"; }\n'
+    env = environment(SLURM_CPUS_PER_TASK="1", SLURM_JOB_ID="1", SLURM_JOB_NODELIST="a", SKYPILOT_NODE_IPS="a")
+    done = subprocess.run(["bash", "-c", shown + script], env=env, capture_output=True, check=False)
+    given = done.stdout.decode().split("\0")
+    assert [recipe, MICRO, prompt, output] == given[3:7], done.stderr
+    assert not (tmp_path / "pwned").exists()
+
+
 # ---------------------------------------------------------------- what is refused
 
 
@@ -255,8 +290,17 @@ def test_as_many_starts_as_machines(name: str) -> None:
         assert predict_environment("accelerate_configs/fsdp_2nodes.yaml", {}, {name: tasks}).launch.kind == "fsdp"
 
 
-def test_the_deepspeed_launcher_is_refused(here: Here) -> None:
+def test_the_deepspeed_launcher_is_refused(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     from finetune.training import entry_point
 
     assert entry_point.train_main(["sample", "--local_rank=0"]) == 2
     assert_said(here.capsys.readouterr().err, "without ZeRO", "finetune launch --config_file zero2 recipes/sample.yaml")
+    # As `deepspeed --num_gpus 4 scripts/train.py RECIPE --deepspeed X.json` starts each rank.
+    config = str(ROOT / "ds_configs" / "zero3.json")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    for words in (["--local_rank=0", "sample", "--deepspeed", config], ["sample", "--deepspeed_config", config]):
+        assert entry_point.train_main(words) == 2
+        said = here.capsys.readouterr().err
+        assert_said(
+            said, "finetune launch --config_file zero3 --num_processes 4 recipes/sample.yaml", "zero3.json itself"
+        )

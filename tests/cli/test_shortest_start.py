@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -217,6 +218,22 @@ def test_the_models_own_template_and_classes(questions: str, tmp_path: Path) -> 
     assert recipe.data.train[0].text_field == "Review"
 
 
+def test_an_override_of_sft_replaces_the_key_that_it_excludes(
+    questions: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    typed = ["length.steps=20", "sample.prompt=one\n  two"]
+    made = make_recipe(Project(model=testdata.MODEL, data=questions), typed)
+    assert made.recipe.length.model_dump(exclude_none=True) == {"steps": 20}
+    assert re.fullmatch(
+        r"length\.steps=20 replaces length\.epochs: \d+ of the recipe that is made\n", capsys.readouterr().err
+    )
+    made.file.parent.mkdir(parents=True)
+    made.file.write_text(made.text)
+    # Its first line is the command, whatever its words hold.
+    assert make_recipe(Project(model=testdata.MODEL, data=questions), typed).recipe == made.recipe
+
+
 def test_init_shows_what_it_wrote(questions: str, tmp_path: Path) -> None:
     lines = write_project(tmp_path / "faq", Project(data=questions))
     assert lines[1] == f"Written to {tmp_path / 'faq'}"
@@ -228,8 +245,8 @@ def test_nothing_is_left_where_sft_is_refused(
     tmp_path: Path, questions: str, monkeypatch: pytest.MonkeyPatch, on: Callable[[Machines], None]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(RecipeError, match=r"made sets length\.epochs; .* `length\.epochs=null length\.steps=20`"):
-        make_recipe(Project(model=testdata.MODEL, data=questions), ["length.steps=20"])
+    with pytest.raises(RecipeError, match=r"^length\.steps=20 and length\.tokens=9 exclude each other"):
+        make_recipe(Project(model=testdata.MODEL, data=questions), ["length.steps=20", "length.tokens=9"])
     on(machine(1, 0.01))
     assert main.main(["sft", "--model", testdata.MODEL, "--data", questions]) == 2
     assert main.main(["sft", "--model", testdata.MODEL, "--data", "nothing.csv"]) == 2

@@ -27,9 +27,12 @@ from finetune.config.recipe import (
     dump_recipe,
     json_schema,
     load_recipe,
+    read_recipe,
+    recipe_layers,
     validate_recipe,
 )
-from finetune.config.recipe_schema import Recipe, Section
+from finetune.config.recipe_schema import Recipe, Section, is_given
+from finetune.diagnostics.explain import recipe_values
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.launch.launch_file import read_launch_file
 from finetune.distributed.strategies import deepspeed_config
@@ -152,7 +155,7 @@ def test_conflicts_between_sections_at_once() -> None:
         }
     )
     assert "3 problems" in text
-    assert "got steps, epochs" in text
+    assert "length: give exactly one of steps, epochs and tokens" in text
     assert "tokenizer: a model from `model.config` brings none" in text
     assert "no task 'causal_lmm', did you mean 'causal_lm'?" in text
 
@@ -317,50 +320,81 @@ PROMPTS = {"eval": {"prompts": [{"sample": 1}, {"sample": 3}], "metrics": ["f1"]
 
 
 @pytest.mark.parametrize(
-    ("in_file", "typed", "words"),
+    ("in_file", "typed", "replaced"),
     [
-        ({"length": {"epochs": 1}}, ["length.steps=20"], "length.epochs=null length.steps=20"),
-        ({"length": {"tokens": 5}}, ["seed=1", "length.steps=0"], "length.tokens=null length.steps=0"),
-        ({"length": {"epochs": 1}}, ["length.steps=2", "length.tokens=9"], "length.epochs=null length.tokens=9"),
-        ({}, ["model=x"], "model.config=null model=x"),
-        ({"model": {"name": "x"}}, ["model.config={model_type: a}"], "model.name=null 'model.config={model_type: a}'"),
-        ({}, ["tokenizer.name=x"], "tokenizer.vocab_size=null tokenizer.name=x"),
-        ({"schedule": {"warmup_steps": 3}}, ["schedule.warmup_fraction=0.1"],
-         "schedule.warmup_steps=null schedule.warmup_fraction=0.1"),
-        ({}, ["data.train.1.path=x"], "data.train.1.sample=null data.train.1.path=x"),
-        ({"data": {**WHOLE["data"], "validation": [{"path": "x"}]}}, ["data.validation.0.hub=x"],
-         "data.validation.0.path=null data.validation.0.hub=x"),
-        (PROMPTS, ["eval.prompts.1.path=x"], "eval.prompts.1.sample=null eval.prompts.1.path=x"),
-        (CLASSES, ["task.class_weights=balanced"], "task.loss=null task.class_weights=balanced"),
-        ({"model": {**WHOLE["model"], "freeze": ["a"]}}, ["lora.rank=8"], "model.freeze=null lora.rank=8"),
-        ({"lora": {"rank": 8}}, ["model.freeze=a"], "lora=null model.freeze=a"),
-        ({"model": {**WHOLE["model"], "fp8": "emulated"}}, ["lora=true"], "model.fp8=false lora=true"),
+        ({"length": {"epochs": 1}}, "length.steps=20", "length.epochs: 1"),
+        ({"length": {"tokens": 5}}, "length.steps=0", "length.tokens: 5"),
+        ({}, "model=x", "model.config: {"),
+        ({"model": {"name": "x"}}, "model.config={model_type: a}", 'model.name: "x"'),
+        ({}, "tokenizer.name=x", "tokenizer.vocab_size: "),
+        ({"schedule": {"warmup_steps": 3}}, "schedule.warmup_fraction=0.1", "schedule.warmup_steps: 3"),
+        ({}, "data.train.1.path=x", "data.train.1.sample: "),
+        ({"data": {**WHOLE["data"], "validation": [{"path": "x"}]}}, "data.validation.0.hub=x",
+         'data.validation.0.path: "x"'),
+        (PROMPTS, "eval.prompts.1.path=x", "eval.prompts.1.sample: 3"),
+        (CLASSES, "task.class_weights=balanced", 'task.loss: "a:b"'),
+        ({"model": {**WHOLE["model"], "freeze": ["a"]}}, "lora.rank=8", 'model.freeze: ["a"]'),
+        ({"lora": {"rank": 8}}, "model.freeze=a", 'lora: {"rank": 8}'),
+        ({"model": {**WHOLE["model"], "fp8": "emulated"}}, "lora=true", 'model.fp8: "emulated"'),
     ],
 )  # fmt: skip
 def test_override_of_a_key_that_excludes_one_of_the_file(
-    tmp_path: Path, in_file: dict[str, Any], typed: list[str], words: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], in_file: dict[str, Any], typed: str, replaced: str
 ) -> None:
-    """Nothing is replaced unasked: both are named, each with who set it, and what to type."""
+    """It replaces it, and says so, with the line of the file; `explain` names it as who set both."""
     file = written(tmp_path, {**WHOLE, **in_file})
-    with pytest.raises(RecipeError) as caught:
-        load_recipe(file, typed, BUILT_IN)
-    said = str(caught.value)
-    assert said.startswith(f"{' '.join(word for word in typed if word != 'seed=1')} (command line): ")
-    assert said.endswith(f"; to replace it, write `{words}`.")
-    key = words.partition("=")[0]
-    (line,) = re.findall(rf"recipe\.yaml:(\d+) sets {re.escape(key)};", said)
+    recipe = load_recipe(file, ["seed=1", typed], BUILT_IN)
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"{typed} replaces {replaced}")
+    assert load_recipe(file, ["seed=1", typed], BUILT_IN, quiet=True) == recipe
+    assert capsys.readouterr().err == ""
+    key = replaced.partition(":")[0]
+    (line,) = re.findall(r" of .*recipe\.yaml:(\d+)$", said)
     assert file.read_text().splitlines()[int(line) - 1].lstrip("- ").startswith(key.rpartition(".")[2])
-    load_recipe(file, shlex.split(words), BUILT_IN)
+    assert not is_given(recipe, key)
+    assert is_given(recipe, typed.partition("=")[0])
+    layers = recipe_layers(read_recipe(file), [typed], file, quiet=True)
+    (value,) = [value for value in recipe_values(recipe, str(file), [typed], layers, {}) if value.key == key]
+    assert value.settings[-1].place == typed
 
 
-def test_keys_that_exclude_each_other_on_one_side(tmp_path: Path) -> None:
-    """Both in the file, or both typed: there is no word to add."""
+def test_every_group_of_exclusive_keys_is_replaced_by_an_override() -> None:
+    """The groups above are all that the sections declare."""
+    declared = {(section.__name__, group) for section in Section.__subclasses__() for group in section.exclusive}
+    assert declared == {
+        ("LengthSection", ("steps", "epochs", "tokens")),
+        ("ModelSection", ("name", "config")),
+        ("TokenizerSection", ("name", "vocab_size")),
+        ("ScheduleSection", ("warmup_steps", "warmup_fraction")),
+        ("Source", ("sample", "path", "hub")),
+        ("Recipe", ("task.class_weights", "task.loss")),
+        ("Recipe", ("model.freeze", "lora")),
+        ("Recipe", ("model.fp8", "lora")),
+    }
+
+
+def test_keys_that_exclude_each_other_on_one_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Both in the file, in one override, or in two: nobody knows which is meant. One that is taken back is not."""
     file = written(tmp_path, {**WHOLE, "length": {"steps": 3, "epochs": 2}})
-    for typed, place in (([], f"{file}:"), (["length.steps=3", "length.epochs=2"], "length.steps=3 length.epochs=2 (")):
+    for typed, says in (
+        ([], f"{file}:"),
+        (["length={steps: 3, epochs: 2}"], "length={steps: 3, epochs: 2} (command line): length: give exactly one"),
+        (
+            ["length.steps=3", "length.epochs=2"],
+            "length.steps=3 and length.epochs=2 exclude each other: length: give exactly",
+        ),
+        (["model.name=a", "length=null", "model.config={model_type: x}"], "model.name=a and model.config={model_type"),
+        (["data.train=a.txt", "data.train.0.hub=b"], "data.train=a.txt and data.train.0.hub=b exclude each other"),
+        (["lora=true", "model.freeze=a"], "lora=true and model.freeze=a exclude each other: model.freeze: with a"),
+    ):
         with pytest.raises(RecipeError) as caught:
             load_recipe(file, typed)
-        assert str(caught.value).startswith(place)
-        assert "replace" not in str(caught.value)
+        assert str(caught.value).startswith(says)
+    capsys.readouterr()
+    assert load_recipe(file, ["length.steps=3", "length.steps=null", "length.tokens=2"]).length.tokens == 2
+    assert load_recipe(file, ["length.steps=3", "length.steps=4"]).length.steps == 4
+    assert load_recipe(written(tmp_path, {**WHOLE, "length": {"epochs": 2}}), ["length.epochs=null", "length.steps=3"])
+    assert capsys.readouterr().err.count("replaces") == 1
 
 
 def test_file_that_cannot_be_read(tmp_path: Path) -> None:

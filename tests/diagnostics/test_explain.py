@@ -125,7 +125,7 @@ def test_layers_lie_on_each_other(place: Place) -> None:
     ]
     assert said(found["optim.args.eps"]) == [("recipe file", 1.0)]
     assert said(found["optim.args.betas"]) == [("command line", [0.8])]
-    assert said(found["sample"]) == [("default", None), ("command line", None)]
+    assert said(found["sample"]) == [("default", None), ("recipe file", "given"), ("command line", None)]
     assert said(found["chat"]) == [("default", None), ("command line", "given")]
     assert said(found["chat.train_on"]) == [("default", "assistant")]
 

@@ -16,6 +16,7 @@ from finetune.cli.main import main
 from finetune.diagnostics import watch_and_list
 from finetune.diagnostics.watch_and_list import list_runs
 from finetune.utils.atomic_files import write_json
+from finetune.utils.console import plain_console
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def shown(run: Path, width: int = 80) -> str:
-    console = Console(file=io.StringIO(), width=width, highlight=False)
+    console = plain_console(file=io.StringIO(), width=width, soft_wrap=False)
     watch_and_list.watch_run(run, console, once=True)
     return console.file.getvalue()  # type: ignore[attr-defined]
 
@@ -94,14 +95,35 @@ def test_screen(runs: Path, tmp_path: Path, width: int) -> None:
     if width == 200:
         (head,) = (number for number, line in enumerate(lines) if "net MiB/s" in line)
         first, second = (line.split() for line in lines[head + 1 : head + 3])
-        assert first == ["0", "no", "de[red]0", "53.2%", "1,012/2,015", "–", "–/8", "–/–", "–"]
-        assert second == ["1", "no", "de[red]1", *first[3:5], "97%", "71°C", *first[6:]]
+        assert first == ["0", "no\\x1bde[red]0", "53.2%", "1,012/2,015", "–", "–/8", "–/–", "–"]
+        assert second == ["1", "no\\x1bde[red]1", *first[2:4], "97%", "71°C", *first[5:]]
     for words in ("finished", "20/20", "100%", "validation loss", "sample at step 20", "last incident: step 20"):
         assert words in said, words
     assert "\x1b" not in said
     assert "[red]a" in said
     assert any(0x2800 < ord(letter) < 0x2900 for letter in said), "no curve"
     assert said.count("●") >= 4
+
+
+@pytest.mark.parametrize("words", [["runs"], ["watch", "--once"], ["parity"], ["report"]])
+def test_a_strangers_texts_are_no_commands_of_the_terminal(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    """Neither names of runs nor what their files say, here and in errors: colours, titles, clipboards, markup."""
+    evil = "\x1b]52;c;ZXZpbA==\x07\x9b2J\u202e[/red]"
+    run = copy(runs / "finished", tmp_path / f"run{evil}")
+    facts = json.loads((run / "run.json").read_text())
+    facts["precision"] = facts["starts"][-1]["host"] = evil
+    write_json(run / "run.json", facts)
+    broken = copy(run, tmp_path / f"broken{evil}")
+    (broken / "run.json").write_text(json.dumps({**facts, evil: evil})[:-1])
+    (broken / "recipe.yaml").write_text(json.dumps({evil: evil}))
+    others = {"runs": [[str(tmp_path)]], "parity": [[str(run), str(run)], [str(run), str(broken)]]}
+    for paths in others.get(words[0], [[str(run)], [str(broken)]]):
+        main([words[0], *paths, *words[1:]])
+    said = "".join(capsys.readouterr())
+    assert "\\x1b]52;c;" in said
+    assert not {"\x1b", "\x07", "\x9b", "\u202e"} & {*said}, said
 
 
 def test_screen_of_a_run_without_a_step(runs: Path, tmp_path: Path) -> None:

@@ -63,6 +63,24 @@ def test_a_recipe_by_name_with_sections_and_overrides() -> None:
     assert recipe.model == plain.model
 
 
+def test_what_is_set_here_replaces_the_keys_that_it_excludes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Sections, overrides and objects alike; two of them that exclude each other are refused."""
+    sample = load_recipe("sample")
+    assert sample.length.steps is not None
+    for recipe in (load_recipe("sample", length={"epochs": 2}), load_recipe(sample, "length.epochs=2")):
+        assert recipe.length.model_dump(exclude_none=True) == {"epochs": 2.0}
+    steps = sample.length.steps
+    in_file, of_recipe = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(rf"length\.epochs replaces length\.steps: {steps} of .*sample\.yaml:\d+", in_file)
+    assert of_recipe == f"length.epochs=2 replaces length.steps: {steps} of the recipe"
+    with pytest.raises(RecipeError, match=r"^length\.epochs and length\.tokens=5 exclude each other: length: give"):
+        load_recipe("sample", "length.tokens=5", length={"epochs": 2})
+    with pytest.raises(RecipeError, match=r"^task\.class_weights=balanced and task\.loss=.* exclude each other"):
+        train(mlp(tmp_path), "task.class_weights=balanced", loss=print)
+
+
 def test_typed_sections_give_what_was_set_and_keep_the_rest() -> None:
     typed = load_recipe("sample", optim=finetune.OptimSection(lr=1e-2), data=finetune.DataSection(add_eos=False))
     plain = load_recipe("sample", optim={"lr": 1e-2}, data={"add_eos": False})
@@ -337,6 +355,35 @@ def test_the_page_runs(tmp_path: Path, quick_python: str) -> None:
     # The same on one process, by the file that the run names.
     alone = train(launched.recipe, f"output.dir={tmp_path / 'alone'}", quiet=True)
     assert np.allclose(alone.metrics["loss"], launched.metrics["loss"], rtol=1e-6)
+
+
+def test_a_script_is_run_once(tmp_path: Path, quick_python: str) -> None:
+    """Without a guard, whether its functions are handed over or named: to plan, too, nobody imports it again."""
+    tree = language_model(tmp_path, data={"train": [{"sample": 40}], "sequence_length": 32, "cache_dir": "cache"})
+    (tmp_path / "mine.py").write_text(
+        f"""import json, finetune, torch
+print("runs")
+def loss(network, batch):
+    logits = finetune.causal_lm_logits(network, batch).float().flatten(0, 1)
+    return torch.nn.functional.cross_entropy(logits, batch["targets"].flatten(), reduction="sum")
+tree = json.loads({json.dumps(tree)!r})
+print(finetune.train(tree, quiet=True, loss=loss).recipe.task.loss)
+for name in ("mine.py:loss", "mine:loss"):
+    print(finetune.train(tree, "output.overwrite=true", f"task.loss={{name}}", quiet=True).status)
+"""
+    )
+    done = subprocess.run(
+        [quick_python, "mine.py"], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split() == ["runs", f"{tmp_path / 'mine.py'}:loss", "finished", "finished"]
+
+
+def test_a_script_that_starts_a_run_when_it_is_imported_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("import finetune\ndef loss(network, batch): ...\nfinetune.launch({}, 'single')\n")
+    with pytest.raises(RecipeError, match=r"mine\.py starts a run when it is imported.* below `if __name__ == "):
+        import_object(f"{tmp_path / 'mine.py'}:loss", "task.loss")
+    assert import_object("json:loads", "task.loss") is json.loads
 
 
 def test_a_launch_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

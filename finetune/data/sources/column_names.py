@@ -1,7 +1,8 @@
 """Meanings of columns, proposed from their names: in errors and for new recipes. A run guesses none."""
 
-import shlex
 from collections.abc import Iterable, Mapping
+
+from finetune.utils.quoting import shell_command
 
 _MESSAGES = ("messages", "conversations", "conversation", "dialogue", "chat")
 _USER = ("question", "instruction", "prompt", "query", "user", "request", "input")
@@ -68,7 +69,7 @@ def as_overrides(source: str, keys: Mapping[str, str]) -> str:
         keys: Values by their keys below it.
     """
     place = f"{source}." if source else ""
-    return " ".join(shlex.quote(f"{place}{key}={value}") for key, value in keys.items())
+    return shell_command(f"{place}{key}={value}" for key, value in keys.items())
 
 
 def _first(known: Mapping[str, str], wanted: Iterable[str]) -> str | None:

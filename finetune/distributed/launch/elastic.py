@@ -23,6 +23,7 @@ from finetune.distributed.launch.network_interface import bare_host, find_interf
 from finetune.distributed.rendezvous_names import ROUND
 from finetune.utils.errors import BackendError
 from finetune.utils.exit_codes import REQUEUE, USER_ERROR
+from finetune.utils.quoting import to_stderr
 from finetune.utils.signals import Interrupted
 
 _BACKEND = "finetune"
@@ -105,7 +106,7 @@ def _create_handler(
         try:
             count_waiting()  # which reads the state
             if ROUND not in os.environ and len(rendezvous_state(handler).participants) == handler.settings.max_nodes:
-                _say("As many machines as --nnodes allows are there. This one waits to take the place of another.")
+                to_stderr("As many machines as --nnodes allows are there. This one waits to take the place of another.")
             info = join()
         except RendezvousGracefulExitError as error:
             # torch's agent would fail over a machine that has waited for a place and is not needed.
@@ -113,14 +114,14 @@ def _create_handler(
         except Interrupted as error:
             if ROUND not in os.environ:
                 raise
-            _say(f"Stopped by {error} between two rounds. The same command joins again.")
+            to_stderr(f"Stopped by {error} between two rounds. The same command joins again.")
             raise SystemExit(REQUEUE) from error
         state = rendezvous_state(handler)
         together.clear()
         together.update(state.participants)
         os.environ[ROUND] = str(state.round)
         if info.rank == 0:
-            _say(f"Round {state.round}: {len(together)} machine(s), rank 0 is here.")
+            to_stderr(f"Round {state.round}: {len(together)} machine(s), rank 0 is here.")
         return info
 
     def num_nodes_waiting() -> int:
@@ -130,11 +131,13 @@ def _create_handler(
                 if store.check([stopped()]):
                     return 0  # it has saved together with the others, whose workers end as well
             # The workers here may wait for those of the machine that has left for half an hour.
-            _say("A machine has left: a process there has failed, or it is not heard of any more. A new round begins.")
+            to_stderr(
+                "A machine has left: a process there has failed, or it is not heard of any more. A new round begins."
+            )
             end_workers()
             return 1
         if waiting:
-            _say(f"{waiting} machine(s) wait to join. Processes save and end, and a new round begins.")
+            to_stderr(f"{waiting} machine(s) wait to join. Processes save and end, and a new round begins.")
         return waiting
 
     def stopped() -> str:
@@ -187,10 +190,6 @@ def _bounded(ask: Callable[[], int], settings: Any, cut_off: Callable[[], None])
             until = math.inf
 
     return bounded
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def why_ended(error: Exception, asked: LaunchFile) -> str:

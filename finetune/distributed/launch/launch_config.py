@@ -19,6 +19,7 @@ from finetune.utils import orphan_watch
 from finetune.utils.compat.library_versions import require_installed
 from finetune.utils.errors import BackendError
 from finetune.utils.platforms import cores
+from finetune.utils.quoting import shell_word
 
 # What starts a command several times, and says how often by a variable of its own.
 _STARTERS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpirun"}
@@ -338,16 +339,25 @@ def check_tasks(env: Mapping[str, str], machines: int) -> None:
             )
 
 
-def refuse_local_rank(recipe: str) -> NoReturn:
+def refuse_launcher(recipe: str, config: str) -> NoReturn:
     """Refuses launchers that know no launch file, and whose users may take what runs for something else.
+
+    Args:
+        config: DeepSpeed's JSON that `--deepspeed` names; "" for none.
 
     Raises:
         BackendError: With the command to take.
     """
+    name, keeps = "zero2", ""
+    if config:
+        section = read_deepspeed_file(config, None)[1].get("zero_optimization")
+        name = "zero3" if isinstance(section, dict) and section.get("stage") == 3 else name
+        keeps = f" For {config} itself, copy the launch file and name it there as deepspeed_config_file."
+    processes = f" --num_processes {os.environ['WORLD_SIZE']}" if "WORLD_SIZE" in os.environ else ""
     raise BackendError(
-        "--local_rank comes from the launcher `deepspeed`, or from torch.distributed.launch. Neither takes a launch "
-        f"file, so this would train as plain DDP, without ZeRO. Start `finetune launch --config_file zero2 {recipe}` "
-        "on each machine, or take torchrun if DDP is meant."
+        "--local_rank and --deepspeed are of the launchers `deepspeed` and torch.distributed.launch. Neither takes "
+        "a launch file, so this would train as plain DDP, without ZeRO. Start `finetune launch --config_file "
+        f"{name}{processes} {shell_word(recipe)}` on each machine, or take torchrun if DDP is meant.{keeps}"
     )
 
 

@@ -1,4 +1,4 @@
-"""The options of `accelerate launch` that can differ from the launch file, or from machine to machine."""
+"""Options of `accelerate launch` that can differ from the launch file or between machines; flags of other launchers."""
 
 OPTIONS = {
     "num_processes": "number of processes over all machines",
@@ -9,3 +9,6 @@ OPTIONS = {
     "nnodes": "machines of an elastic launch, least:most; they meet at `finetune rendezvous`",
     "rdzv_conf": "settings of an elastic launch's rendezvous, such as last_call_timeout=30",
 }
+
+CONFIG_FLAGS = ("--deepspeed", "--deepspeed_config")
+"""Flags by which other launchers' scripts are given DeepSpeed's JSON."""

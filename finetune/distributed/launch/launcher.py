@@ -41,6 +41,7 @@ from finetune.utils.errors import BackendError
 from finetune.utils.exit_codes import REQUEUE, USER_ERROR, exit_with, print_error, run_guarded
 from finetune.utils.hub_access import go_offline_if_unreachable
 from finetune.utils.library_imports import quick_imports
+from finetune.utils.quoting import to_stderr
 from finetune.utils.temporary_folders import temporary_folder
 
 if TYPE_CHECKING:
@@ -236,7 +237,7 @@ def _meet() -> "Heartbeat | None":
     from finetune.distributed.launch import network_interface, rendezvous
     from finetune.distributed.launch.heartbeat import Heartbeat
 
-    meeting = rendezvous.Meeting(rendezvous.take_over(SEVERAL), _say)
+    meeting = rendezvous.Meeting(rendezvous.take_over(SEVERAL), to_stderr)
     try:
         met = meeting.hold()
     except BackendError as error:
@@ -245,15 +246,11 @@ def _meet() -> "Heartbeat | None":
         return None
     met.listener.close()
     for warning in met.warnings:
-        _say(f"Warning: {warning}")
+        to_stderr(f"Warning: {warning}")
     os.environ.update(network_interface.interface_variables(met.interface, os.environ))
     heartbeat = Heartbeat(met)
     heartbeat.start()
     return heartbeat
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def _run(
@@ -292,10 +289,10 @@ def _run(
     except RendezvousError as error:
         if asked is None:
             raise
-        print(f"\nError: {why_ended(error, asked)}", file=sys.stderr, flush=True)
+        to_stderr(f"\nError: {why_ended(error, asked)}")
         return USER_ERROR
     except (ValueError, OSError) as error:
-        print(f"\nError: accelerate launch cannot start this: {error}", file=sys.stderr, flush=True)
+        to_stderr(f"\nError: accelerate launch cannot start this: {error}")
         return 2
     return 0
 
@@ -335,7 +332,7 @@ def _account(who: str, code: int, alert: FailureAlert | None, heartbeat: "Heartb
         hint = ", which is what the kernel does when memory runs out" if name == "SIGKILL" else ""
         text = f"{who} was ended by {name}{hint}."
         if heartbeat is None or not heartbeat.has_ended_workers:
-            print(f"\n{text}", file=sys.stderr, flush=True)
+            to_stderr(f"\n{text}")
     if alert is not None and code not in (USER_ERROR, REQUEUE):
         alert.send(text)
     return 128 - code if code < 0 else code

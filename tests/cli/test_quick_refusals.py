@@ -1,0 +1,57 @@
+"""What recipe, command and launch file alone tell is refused before torch is imported, which takes most of a start."""
+
+import json
+import sys
+from pathlib import Path
+
+import testdata
+from harness import ROOT, environment, run
+
+# In one process: what is imported for one refusal would show at the next.
+_PROGRAM = """
+import json, sys
+from finetune.cli import main
+for words in json.loads(sys.argv[1]):
+    code = main.main(words)
+    print(json.dumps([code, "torch" in sys.modules]), flush=True)
+"""
+
+
+def test_refusals_import_no_torch(tmp_path: Path) -> None:
+    """Each verb; not timed."""
+    model, recipe, text = testdata.MODEL, str(ROOT / "recipes" / "sample.yaml"), tmp_path / "texts.txt"
+    text.write_text("Once upon a time.\n")
+    odd = ["--config_file", "ddp", "--num_processes", "3"]
+    (tmp_path / "run").mkdir()
+    refused = [
+        ["train", recipe, "optim.lrr=1"],
+        ["train", recipe, "length.steps=1", "length.epochs=1"],
+        ["train", recipe, "--num_processes", "x"],
+        ["train", recipe, "--machine_rank", "1"],
+        ["train", recipe, *odd],
+        ["train", recipe, *odd, "--dry-run"],
+        ["train", recipe, "--config_file", "nonesuch"],
+        ["launch", "--config_file", "ddp", recipe, "data.train=/nonesuch.txt"],
+        ["launch", "--config_file", "ddp", recipe, "model.fp8=true", "precision=fp32"],
+        ["launch", *odd, recipe],
+        ["sft", "--model", "/nonesuch", "--data", str(text)],
+        ["sft", "--model", model, "--data", "/nonesuch.txt"],
+        ["sft", "--model", model, "--data", str(text), "optim.lrr=1", "data.train.0.label_field=x"],
+        ["init", str(tmp_path / "new"), "--model", model, "--data", "/nonesuch.txt"],
+        ["eval", "/nonesuch/x", "--data", str(text)],
+        ["eval", model, "--data", "/nonesuch.txt"],
+        ["eval", model, "--data", str(text), "--limit", "3"],
+        ["generate", "/nonesuch/x", "--prompt", "a"],
+        ["chat", "/nonesuch/x"],
+        ["predict", "/nonesuch/x", str(text)],
+        ["predict", model, "/nonesuch.txt"],
+        ["export", "/nonesuch/x", "--as", "merged"],
+        ["export", str(tmp_path / "run"), "--as", "merged"],
+        ["plan", recipe, "optim.lrr=1"],
+        ["plan", recipe, "--gpu", "nonesuch"],
+        ["explain", recipe, *odd],
+    ]
+    code, output = run([sys.executable, "-c", _PROGRAM, json.dumps(refused)], cwd=tmp_path, env=environment())
+    assert code == 0, output[-3000:]
+    found = [json.loads(line) for line in output.splitlines() if line.startswith("[")]
+    assert dict(zip(map(" ".join, refused), found, strict=True)) == {" ".join(words): [2, False] for words in refused}
