@@ -20,8 +20,9 @@ LOOK_UPS = {"getattr", "hasattr", "setattr", "delattr", "pop", "get", "setdefaul
 # Of Python's own library.
 PUBLIC = {"_asdict", "_current_frames", "_exit", "_replace"}
 ALLOWED = {
-    # A key of a file, read before it is known whether `datasets` is needed, which takes seconds to import.
+    # Keys of a file, read before it is known whether `datasets` is needed, which takes seconds to import.
     ("data/sources/corpus.py", "_data_files"),
+    ("data/sources/corpus.py", "_split"),
     # A key of torchtune's configs.
     ("cli/convert_config.py", "_component_"),
 }
