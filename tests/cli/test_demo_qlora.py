@@ -17,7 +17,7 @@ def small(folder: Path, python: str = sys.executable) -> dict[str, str]:
     overrides = f"data.cache_dir={folder / 'cache'} data.train.0.sample=150 length.steps=2 eval.every_steps=null"
     return environment(
         PATH=f"{commands(folder, python)}:{os.environ['PATH']}",
-        LAUNCHED_RUNS=str(folder / "runs"),
+        RUNS=str(folder / "runs"),
         LAUNCH="accelerate_configs/single.yaml",
         PRETRAIN=f"{overrides} sample=null eval.at_end=false",
         TUNE=overrides,

@@ -269,7 +269,7 @@ def test_ctrl_c_ends_what_comes_no_further(fork_server: ForkServer, recipe: Path
     hung = tmp_path / "hung"
     env = {"TROUBLE": json.dumps({"collective": {"rank": 1, "at": 0, "file": str(hung)}, "hung_s": 1.0})}
     with fork_server.start("ddp", tmp_path, str(recipe), "guard.stall_s=null", "guard.grace_s=3600", env=env) as ranks:
-        until(hung.exists, LIMIT_S, ranks.output)
+        until(hung.exists, RUN_S, ranks.output)
         ranks.signal(signal.SIGINT)
         assert ranks.wait() == [130, 130]
         said = PARAGRAPH.findall(ranks.output())
