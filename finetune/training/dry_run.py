@@ -42,8 +42,9 @@ def check_recipe(recipe: Recipe, launch: Launch, env: Mapping[str, str] = os.env
     check_alert(recipe.guard, env)
     task = find_task(recipe)
     if task.head is not None and task.build_config is not None:
-        # Before data is read: sizes of which there is no network.
-        plain = recipe.model_copy(update={"lora": None})
+        # Before data is read: sizes of which there is no network, however many classes the data has.
+        classes = recipe.task if recipe.task.num_labels else recipe.task.model_copy(update={"num_labels": 2})
+        plain = recipe.model_copy(update={"lora": None, "task": classes})
         build_meta_model(copy.deepcopy(task.build_config(plain, None)), task.head, plain)
     return config
 
