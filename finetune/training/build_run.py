@@ -260,7 +260,8 @@ def _read_inputs(recipe: Recipe, quiet: bool) -> Inputs:
             **data.contents,
             "the rows": [data.digest, num_rows, None if data.validation is None else len(data.validation)],
             "the prompts": digest_of(list(map(asdict, prompts))),
-            "model.name": base_of(recipe, {}),
+            # Each machine may have it in a folder of its own.
+            "model.name": {**(base_of(recipe, {}) or {}), "name": recipe.model.name},
         }
     }
     if os.environ.get("LOCAL_RANK", "0") == "0":

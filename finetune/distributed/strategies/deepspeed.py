@@ -49,8 +49,9 @@ def _accelerator_options(launch: Launch, settled: ResolvedConfig, reduced: torch
     from accelerate.utils import DeepSpeedPlugin
 
     # Refuses a version that lacks what checkpoints need, before a step is taken.
-    from finetune.utils.compat import deepspeed_private  # noqa: F401
+    from finetune.utils.compat import deepspeed_private
 
+    deepspeed_private.forget_autocast()
     plugin = DeepSpeedPlugin(hf_ds_config=settled.ds_config, zero3_init_flag=launch.sharded_init)
     # It warns of every optimiser but its own, and of settings that are `auto`.
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)

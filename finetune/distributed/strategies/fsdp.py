@@ -78,7 +78,9 @@ def _prepare(runtime: Runtime, model: nn.Module, optimizer: torch.optim.Optimize
     before = sum(len(group["params"]) for group in optimizer.param_groups)
     # torch moves them to no device.
     whole = nn.ParameterList(p for p in model.parameters() if held_whole(p)).to(runtime.device)
-    runtime.accelerator.state.fsdp_plugin.ignored_modules = [whole]
+    # An Accelerate that fell back to another backend has no plugin, which `verify_launch` names.
+    if (plugin := getattr(runtime.accelerator.state, "fsdp_plugin", None)) is not None:
+        plugin.ignored_modules = [whole]
     wrapped: Any
     with sharding_over_mesh(runtime):
         wrapped, prepared = strategy.prepare(runtime, model, optimizer)

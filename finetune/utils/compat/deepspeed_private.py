@@ -5,6 +5,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from deepspeed.runtime import torch_autocast
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -37,6 +38,7 @@ require(
     "single_partition_of_fp32_groups",
 )
 require("deepspeed", PartitionedParameterCoordinator, "_invalidate_trace")
+require("deepspeed", torch_autocast, "TORCH_AUTOCAST_INITIALIZED")
 
 # Each takes a `DeepSpeedZeroOptimizer_Stage3` and the index of a group.
 is_swapped = DeepSpeedZeroOptimizer_Stage3._swappable_optimizer_subgroup
@@ -52,6 +54,14 @@ update_weights = DeepSpeedZeroOptimizer_Stage3._reassign_or_swap_out_partitioned
 
 invalidate_trace = PartitionedParameterCoordinator._invalidate_trace
 """Forgets the order in which modules of a coordinator were gathered."""
+
+
+def forget_autocast() -> None:
+    """Forgets that an earlier engine of this process computed in bf16: stage 3 would sum this one's gradients in fp32.
+
+    Source: deepspeed 0.19, `is_autocast_initialized` in `runtime/torch_autocast.py`.
+    """
+    torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
 
 
 def viewing_scalars() -> AbstractContextManager[Any]:
