@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 import yaml
+from external_commands import require_ops
 from harness import ROOT, command, environment, run
 from packaging.version import Version
-from ranks import MODEL, Here, Place, assert_said, exported
+from ranks import MODEL, Here, Place, assert_said, exported, needed_ops
 
 from finetune.cli import main
 from finetune.config.recipe import load_recipe
@@ -619,6 +620,7 @@ def test_stage_3_that_would_shard_nothing_is_known_before_the_run(
 
 
 def test_a_worker_refuses_stage_3_that_would_shard_nothing(place: Place) -> None:
+    require_ops(needed_ops("zero3"))
     file = place.ds_launch_file({"zero_optimization": {"stage": 3}})
     code, output = run(command(file, str(place.recipe())))
     assert code == 1

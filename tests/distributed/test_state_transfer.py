@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from external_commands import needs_ops, require_ops
 from forkserver import ForkServer
 from harness import ROOT
+from ranks import needed_ops
 from torch import nn
 
-from finetune.distributed.native_ops import has_libaio
 from finetune.distributed.state import state_transfer
 from finetune.distributed.strategies import deepspeed, fsdp, strategy
 from finetune.utils.errors import BackendError, CheckpointError
@@ -92,6 +93,7 @@ def launched(
     fork_server: ForkServer, folder: Path, name: str, processes: int, jobs: list[tuple[str, str, str]]
 ) -> dict[str, str]:
     """Runs jobs in one launch, and returns what each found: nothing where all is well."""
+    require_ops(needed_ops("zero3_offload"))
     places = [(kind, str(folder / config) if "." in config else config, case) for kind, config, case in jobs]
     (folder / f"{name}.jobs").write_text(json.dumps(places))
     arguments = (name, str(folder), str(folder / f"{name}.jobs"))
@@ -164,7 +166,7 @@ def test_refuses_what_does_not_fit(reports: dict[str, str], config: str, case: s
 
 
 @pytest.mark.nvme
-@pytest.mark.skipif(not has_libaio(), reason="needs libaio-dev")
+@needs_ops("async_io")
 def test_goes_on_from_the_disk(fork_server: ForkServer, reports: dict[str, str], folder: Path) -> None:
     found = launched(fork_server, folder, "nvme", 2, NVME)
     assert "zero3_nvme wide make: disk" in found

@@ -62,14 +62,27 @@ def require(*programs: str) -> None:
         pytest.skip(reason)
 
 
-def require_ops(ops: Sequence[str]) -> None:
-    """Skips the test that asks, unless native ops of DeepSpeed can be compiled; builds those that are not built yet."""
+def why_no_ops(*ops: str) -> str | None:
+    """Returns the reason to skip a test that needs native ops of DeepSpeed; None if they can be compiled."""
     with mock.patch.dict(os.environ):
         native_ops.prepare_environment()
         for op in ops:
             if missing := native_ops.find_missing(op):
-                require("c++")
-                pytest.skip(f"DeepSpeed's native op {op} cannot be compiled: {missing[0]} ({missing[1]})")
+                return why_missing("c++") or f"op {op} cannot be compiled: {missing[0]} ({missing[1]})"
+    return None
+
+
+def needs_ops(*ops: str) -> pytest.MarkDecorator:
+    """Returns the marker of tests that need native ops of DeepSpeed."""
+    reason = why_no_ops(*ops)
+    return pytest.mark.skipif(reason is not None, reason=reason or "")
+
+
+def require_ops(ops: Sequence[str]) -> None:
+    """Skips the test that asks, unless native ops of DeepSpeed can be compiled; builds those that are not built yet."""
+    if reason := why_no_ops(*ops):
+        pytest.skip(reason)
+    with mock.patch.dict(os.environ):
         # Here, where no limit is set for a launch.
         native_ops.ensure_built(ops, quiet=True)
 

@@ -18,7 +18,8 @@ IGNORED = "13 25\n"
 # A test of each program, or several.
 TESTS = {
     "bash": "cli/test_completion.py::test_a_section_takes_no_value",
-    "c++": "distributed/test_native_ops.py::test_two_processes_build_once",
+    "c++": "distributed/test_native_ops.py::test_two_processes_build_once "
+    "distributed/test_state_transfer.py::test_goes_on_from_the_disk",
     "chromedriver": "scripts/test_build_docs.py::test_in_a_browser",
     "make": "cli/test_demo_qlora.py::test_the_target_runs_the_script",
     "sbatch": "cli/test_print_cluster_job.py::test_slurm_preempts_a_job_and_requeues_it_but_does_not_requeue_what_is_"
@@ -84,7 +85,9 @@ def test_what_is_not_installed_is_skipped_and_named(tests: dict[str, str], tmp_p
         assert f": apt-get install {PACKAGES[program]}\n" in output
     # CI has a compiler.
     if "c++" in tests:
-        code, output = run_tests(f"tests/{TESTS['c++']}", PATH=path_without(tmp_path / "again", "c++"), CI="true")
+        code, output = run_tests(
+            f"tests/{TESTS['c++'].split()[0]}", PATH=path_without(tmp_path / "again", "c++"), CI="true"
+        )
         assert code == 1, output
         assert "CI: tests were skipped for reasons that conftest.py does not list: {'not installed: c++'}" in output
 

@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from external_commands import require_ops
 from harness import Launcher, Result, assert_same_path, command, environment, run
 from hypothesis import given
 from hypothesis import strategies as st
 from inside import alone
+from ranks import needed_ops
 from recipes_for_tests import LLAMA, base
 from torch import nn
 
@@ -166,6 +168,7 @@ def test_the_path_is_that_of_the_number(runs: dict[str, Result]) -> None:
 def test_one_rank_without_memory_speaks_for_all(
     tmp_path: Path, launcher: Launcher, quick_python: str, config: str
 ) -> None:
+    require_ops(needed_ops(config))
     tree = heavy(tmp_path, most=3, rank=1)
     # Trials are real launches. Those of a fork under DeepSpeed would not find the task: PYTHONPATH is Accelerate's.
     real = config == "zero2"

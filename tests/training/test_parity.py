@@ -7,15 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from external_commands import needs_ops
 from harness import ROOT, Launcher, assert_same_path, assert_same_path_in_bf16
 from recipes_for_tests import PARITY, SPLITS, WIDE
 
-from finetune.distributed.native_ops import has_libaio
-
 BACKENDS = ["ddp", "fsdp", "fsdp_grad_op", "hsdp", "zero1", "zero2", "zero3", "zero3_offload"]
 BACKENDS += ["sp", "fsdp_sp", "tp", "fsdp_tp", "fsdp_tp_sp"]
-needs_libaio = pytest.mark.skipif(not has_libaio(), reason="needs libaio-dev")
-NVME = pytest.param("zero3_nvme", marks=[pytest.mark.nvme, needs_libaio, pytest.mark.xdist_group("zero3_nvme")])
+needs_async_io = needs_ops("async_io")
+NVME = pytest.param("zero3_nvme", marks=[pytest.mark.nvme, needs_async_io, pytest.mark.xdist_group("zero3_nvme")])
 EVERY = [*(pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in BACKENDS), NVME]
 
 # The share of the parameters that no plan splits: embedding, head and norms.
@@ -132,7 +131,7 @@ def test_evaluation_and_samples_are_the_single_process_ones(launcher: Launcher, 
 
 
 @pytest.mark.nvme
-@needs_libaio
+@needs_async_io
 @pytest.mark.xdist_group("zero3_nvme")
 def test_nvme_holds_the_state_and_takes_the_same_path(launcher: Launcher, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
