@@ -111,15 +111,22 @@ def _tell(failures: Any, error: Exception, rank: int, world: int) -> None:
     failures.compare_set("first", "", json.dumps(note))
     failures.set(f"left/{rank}", "")
     end = time.monotonic() + (0 if torch.distributed.is_initialized() else _HEARD_S)
-    while time.monotonic() < end and not failures.check([f"left/{other}" for other in range(world)]):
-        time.sleep(0.05)
+    # The rank that keeps the store goes last: torch prints a trace of each question that is left without an answer.
+    for what in ("left", "gone") if _hosts_store(rank) else ("left",):
+        while time.monotonic() < end and not failures.check([f"{what}/{o}" for o in range(world) if o != rank]):
+            time.sleep(0.05)
+    failures.set(f"gone/{rank}", "")
+
+
+def _hosts_store(rank: int) -> bool:
+    return os.environ.get(AGENT) != "True" and rank == 0
 
 
 def connect(rank: int, timeout: timedelta) -> Any:
     """Returns the store of the launch: the launcher keeps it where it can, else rank 0."""
     distributed: Any = torch.distributed
     place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    hosts = os.environ.get(AGENT) != "True" and rank == 0
+    hosts = _hosts_store(rank)
     # `multi_tenant`: the process group of this very process shares the port later on.
     store = distributed.TCPStore(*place, is_master=hosts, timeout=timeout, wait_for_workers=False, multi_tenant=hosts)
     if not _connected:

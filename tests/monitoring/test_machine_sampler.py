@@ -240,6 +240,8 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(server.port))
     monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    # As a launcher keeps it.
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     return server
 
 
