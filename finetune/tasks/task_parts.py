@@ -94,7 +94,7 @@ def _checked(function: Callable[..., Any], name: str, wanted: str = _SUM) -> Cal
             got = "a tensor without gradients (detached, or computed of nothing that is trained)"
         else:
             return returned
-        raise RecipeError(f"{name} returned {got}. It has to return {wanted} (docs/tasks.md).")
+        raise RecipeError(f"{name} returned {got}. It has to return {wanted} (`finetune docs tasks`).")
 
     return loss
 

@@ -325,6 +325,8 @@ def test_what_does_not_go_together() -> None:
 def test_a_plan_for_adapters_leaves_it_out() -> None:
     recipe: Recipe = validate_recipe(recipe_of())
     for kind in ("LoRA", "QLoRA"):
-        cell: Any = SimpleNamespace(kind=kind, setting=StepSetting(recipe.batch.rows, False))
+        cell: Any = SimpleNamespace(
+            kind=kind, setting=StepSetting(recipe.batch.rows, False), launch=SimpleNamespace(data_ranks=1)
+        )
         assert "model.fp8=false" in recommendations.recipe_changes(cell, recipe)
         validate_recipe(model_shapes.as_kind(recipe, kind).model_dump(mode="json"))

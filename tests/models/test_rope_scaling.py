@@ -118,7 +118,8 @@ def test_longer_rows_are_refused_with_the_factor_that_they_need(model: Path) -> 
 
 def test_layers_that_see_whole_rows_are_stretched(tmp_path: Path) -> None:
     kinds = ["sliding_attention", "full_attention"]
-    sizes = {**SIZES, "num_hidden_layers": 2, "head_dim": 16, "layer_types": kinds, "sliding_window": 8}
+    sizes = {**SIZES, "num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 16, "layer_types": kinds}
+    sizes["sliding_window"] = 8
     AutoModelForCausalLM.from_config(Gemma3TextConfig(**sizes)).save_pretrained(tmp_path)
     parameters = resolve_model_config(recipe_of(tmp_path, {"type": "linear", "factor": 4.0})).rope_parameters
     assert (parameters["full_attention"]["rope_type"], parameters["full_attention"]["factor"]) == ("linear", 4.0)
