@@ -131,6 +131,12 @@ def check_machines(recipe: Mapping[str, Any], patience: timedelta) -> None:
     from_main(compare, patience)
 
 
+def meet(patience: timedelta) -> None:
+    """Connects to the store of the launch, through which the other ranks hear of an error from then on."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        connect(int(os.environ.get("RANK", "0")), patience)
+
+
 def check_inputs(inputs: dict[str, dict[str, Any]], patience: timedelta) -> dict[str, dict[str, Any]]:
     """Refuses ranks that do not start from the same inputs; every rank must call it.
 

@@ -267,6 +267,7 @@ def _read_inputs(recipe: Recipe, quiet: bool) -> Inputs:
     if os.environ.get("LOCAL_RANK", "0") == "0":
         # One rank of each machine reads the base's files, which may be many gigabytes.
         read = orphan_watch.on_several_machines() or Path(recipe.model.name or "hub").is_dir()
+        rendezvous_store.meet(_PATIENCE)  # so that the others hear of it if they cannot be read
         inputs["base"] = base_files(recipe) if read else {}
     agreed = rendezvous_store.check_inputs(inputs, _PATIENCE)
     base = base_of(recipe, agreed["base"])

@@ -205,5 +205,8 @@ class OneRank:
     all_reduce_max = broadcast = all_reduce_sum
     evaluate_batches = staticmethod(evaluate_batches)
 
+    def share_buffers(self, network: Any) -> None:
+        """There is no other rank."""
+
     def broadcast_object(self, value: Any) -> Any:
         return value

@@ -25,6 +25,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import architectures as script
 
 from finetune.config.recipe import load_recipe, validate_recipe
+from finetune.models.forward_wrapper import ForwardWrapper
 from finetune.tasks.causal_lm import CAUSAL_LM, next_token_logits
 from finetune.tasks.metrics import build_metrics, check_metrics, find_metrics, score_predictions
 from finetune.tasks.prompt_set import read_prompts
@@ -281,17 +282,6 @@ def test_prompts_that_are_refused(tmp_path: Path, record: Any, chat: bool, said:
 KINDS = ("llama", "gpt2", "opt", "bloom", "mistral", "gemma2", "mixtral", "mamba", "moshi")
 
 
-class _Wrapped(torch.nn.Module):
-    """As `ForwardWrapper` calls a network."""
-
-    def __init__(self, network: torch.nn.Module) -> None:
-        super().__init__()
-        self.network = network
-
-    def forward(self, function: Any, batch: Any) -> Any:
-        return function(self.network, batch)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_are_those_without_a_cache(kind: str) -> None:
     network = script.network_of(kind)
@@ -302,11 +292,12 @@ def test_tokens_are_those_without_a_cache(kind: str) -> None:
         device=torch.device("cpu"),
         all_reduce_sum=lambda values: values,
         evaluate_batches=evaluate_batches,
+        share_buffers=lambda network: None,
     )
     ends = {7}
     found = evaluate_run.generate_tokens(
         backend,
-        _Wrapped(network).eval(),
+        ForwardWrapper(network).eval(),
         CAUSAL_LM,
         prompts,
         longest=30,

@@ -268,7 +268,7 @@ def test_what_is_too_long_is_cut_or_left_out_and_counted(tmp_path: Path) -> None
     assert ends == [tokenizer.eos_token_id] * 3
     assert cut.train.num_targets(np.arange(3)) == int((batch["targets"] != -100).sum())
     assert cut.train.num_computed(np.arange(3)) == int(batch["attention_mask"].sum() + (batch["targets"] != -100).sum())
-    dropped = data_of(tmp_path, pairs, data={"long_documents": "drop"})
+    dropped = data_of(tmp_path, pairs, data={"long_documents": "drop"}, checks={"max_left_out": 1.0})
     assert [dropped.report["train"][key] for key in ("rows", "over_long", "truncated", "dropped")] == [1, 2, 0, 2]
     assert dropped.train.batch(np.arange(1))["targets"][0, 0] == batch["targets"][0, 0]
 

@@ -1,7 +1,6 @@
 """Figures that a run reports: utilisation, accuracy; and what the documentation says of them."""
 
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from inside import OneRank, mlp, run_here
 from torch import nn
 
 from finetune.config.recipe import validate_recipe
+from finetune.models.forward_wrapper import ForwardWrapper
 from finetune.optim import lr_schedule
 from finetune.tasks.classification import SEQUENCE_CLASSIFICATION
 from finetune.training import evaluate_run, step_metrics
@@ -63,22 +63,14 @@ def test_a_classifier_is_evaluated_by_one_forward_pass_a_batch() -> None:
         def num_targets(self, rows: Any) -> int:
             return len(rows)
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.network = Scores()
-
-        def forward(self, function: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-            return function(self.network, batch)
-
-    found = evaluate_run.evaluate_rows(OneRank(), Model(), SEQUENCE_CLASSIFICATION, Rows(), 4)  # type: ignore[arg-type]
+    found = evaluate_run.evaluate_rows(OneRank(), ForwardWrapper(Scores()), SEQUENCE_CLASSIFICATION, Rows(), 4)  # type: ignore[arg-type]
     assert calls == [4, 4, 2]
     assert found is not None
     assert found["accuracy"] == 0.8
     logits = torch.tensor([2.0, 0.0, 0.0]).log_softmax(0)
     assert found["loss"] == pytest.approx(-(0.8 * logits[0] + 0.2 * logits[1]).item())
     without = replace(SEQUENCE_CLASSIFICATION, loss_and_correct=None)
-    bare = evaluate_run.evaluate_rows(OneRank(), Model(), without, Rows(), 4)  # type: ignore[arg-type]
+    bare = evaluate_run.evaluate_rows(OneRank(), ForwardWrapper(Scores()), without, Rows(), 4)  # type: ignore[arg-type]
     assert bare == {key: value for key, value in found.items() if key != "accuracy"}
 
 

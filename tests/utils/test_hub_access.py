@@ -29,7 +29,7 @@ def light(monkeypatch: pytest.MonkeyPatch) -> None:
     "words",
     [
         ["generate", "nope", "--prompt", "x"],
-        ["eval", "nope", "--data", "x.txt"],
+        ["eval", "nope", "--data", "README.md"],
         ["generate", ".", "--base", "nope", "--prompt", "x"],
     ],
 )

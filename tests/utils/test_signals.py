@@ -66,7 +66,6 @@ def test_a_launch_that_is_interrupted_as_it_imports_says_so_in_one_line(
     [
         ("transformers", ["generate", str(MODEL), "--prompt", "x"]),
         ("finetune.planning.plan_report", ["plan", "sample"]),
-        ("finetune.export.export_weights", ["export", "runs/run", "--as", "merged"]),
         ("finetune.data.prepare", ["data", "sample"]),
     ],
 )
@@ -158,7 +157,7 @@ def test_what_stays_when_the_grace_is_over_is_said(
     codes: list[int] = []
     monkeypatch.setattr(os, "_exit", codes.append)
     monkeypatch.setattr(sys, "stderr", sys.__stderr__)
-    handler = ShutdownHandler(0.0, lambda: newest)
+    handler = ShutdownHandler(0.0, lambda: newest, lambda: None)
     with handler.listening():
         os.kill(os.getpid(), signal.SIGHUP)
         until(lambda: bool(codes), 60, "the grace never ended")
@@ -172,7 +171,7 @@ def test_hangups_that_are_ignored_stay_ignored() -> None:
     heard: list[Any] = []
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        handler = ShutdownHandler(1000.0, lambda: None)
+        handler = ShutdownHandler(1000.0, lambda: None, lambda: None)
         with handler.listening():
             os.kill(os.getpid(), signal.SIGHUP)
             assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
