@@ -467,5 +467,5 @@ def test_an_interface_that_is_not_there(place: Place) -> None:
     with place.fork_server.start("ddp", place.folder, str(place.recipe()), env={"GLOO_SOCKET_IFNAME": "ib7"}) as ranks:
         assert ranks.wait() == [2, 2]
         assert_said(
-            ranks.output(0), "GLOO_SOCKET_IFNAME is ib7, an interface that this machine does not have. There are"
+            ranks.output(), "GLOO_SOCKET_IFNAME is ib7, an interface that this machine does not have. There are"
         )
