@@ -298,6 +298,8 @@ class RankWatch:
         if self._rank == speaker:
             send_alert(self._guard, "stalled", text, self._facts(), wait=True)
         with suppress(RuntimeError):
+            if self._rank != speaker:  # whose collective fails once another rank is gone
+                _wait_for(notes, [f"{self._name}/left/{speaker}"], _ANSWER_S)
             notes.write(f"{self._name}/left/{self._rank}", True)
             if self._rank == 0:  # which may host the store
                 _wait_for(notes, [f"{self._name}/left/{rank}" for rank in range(self._world_size)], _ANSWER_S)
