@@ -19,15 +19,20 @@ def build(tree: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, cwd=tree, env=env, capture_output=True, text=True, check=False)
 
 
-@pytest.fixture(scope="module")
-def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the site is built from, and the site."""
-    folder = tmp_path_factory.mktemp("docs")
+def copy_sources(folder: Path) -> Path:
+    """What the site is built from."""
     for name in ("docs", "scripts"):
         shutil.copytree(ROOT / name, folder / name)
     for file in (*ROOT.glob("*.md"), ROOT / "mkdocs.yml"):
         shutil.copy(file, folder)
     (folder / "finetune").symlink_to(ROOT / "finetune")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sources, and the site."""
+    folder = copy_sources(tmp_path_factory.mktemp("docs"))
     done = build(folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
@@ -94,16 +99,10 @@ def search(page: Page, word: str, title: str) -> None:
         ("docs/api-reference.md", "::: finetune.tasks.task.Nonesuch", "Could not collect"),
     ],
 )
-def test_what_is_broken_is_not_built(tree: Path, file: str, text: str, says: str) -> None:
-    path = tree / file
-    before = path.read_text() if path.is_file() else None
-    path.write_text(f"{before or ''}\n{text}\n")
-    try:
-        done = build(tree)
-    finally:
-        if before is None:
-            path.unlink()
-        else:
-            path.write_text(before)
+def test_what_is_broken_is_not_built(tmp_path: Path, file: str, text: str, says: str) -> None:
+    """In a folder of its own: a build that fails leaves half a site."""
+    path = copy_sources(tmp_path) / file
+    path.write_text(f"{path.read_text() if path.is_file() else ''}\n{text}\n")
+    done = build(tmp_path)
     assert done.returncode != 0
     assert says in done.stdout + done.stderr
