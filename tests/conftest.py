@@ -3,12 +3,15 @@ import os
 import shutil
 import signal
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import durations
 import machines
+import psutil
 import pytest
 import testdata
 from external_commands import install_lines, missing_in
@@ -108,6 +111,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         raise pytest.UsageError(
             f"{len(on_real_data)} tests need data that no user has; at most {MOST_ON_REAL_DATA} may: {on_real_data}"
         )
+
+
+# Outermost, so that no test's own limit counts the time.
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Waits until `make test` has compiled the native ops, so that no test waits minutes for a compiler."""
+    if item.get_closest_marker("machines") is None and (builder := os.environ.pop("FINETUNE_OPS_PID", None)):
+        with suppress(psutil.NoSuchProcess):
+            while psutil.Process(int(builder)).status() != psutil.STATUS_ZOMBIE:
+                time.sleep(0.2)
+    return (yield)
 
 
 def _reasons(reporter: pytest.TerminalReporter) -> Counter[str]:

@@ -40,7 +40,11 @@ WITHOUT_MACHINES = {
 def run_tests(*words: str, shell: str = "", **variables: str) -> tuple[int, str]:
     """Runs some of the tests, not as CI does, behind a command of the shell."""
     pytest_here = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *words]
-    env = {name: value for name, value in environment().items() if name not in ("CI", "FINETUNE_DURATIONS")}
+    env = {
+        name: value
+        for name, value in environment().items()
+        if name not in ("CI", "FINETUNE_DURATIONS", "FINETUNE_OPS_PID")
+    }
     return run(["sh", "-c", f'{shell} exec "$@"', "sh", *pytest_here], env=env | variables)
 
 
