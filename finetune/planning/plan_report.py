@@ -79,8 +79,6 @@ def print_plan(plan: Plan, console: Console, *, energy: bool = False) -> None:
         console.print(f"\nRecommended: {advice.candidate.launch.file}{more}: {advice.reason}.")
         console.print(f"Peak: {_size(advice.candidate.peak, unit)} {unit}, {_largest(advice.candidate, unit)}.")
     _work(plan, console, energy=energy)
-    if plan.own_error is not None:
-        console.print(plan.own_error.line())
 
 
 def _by_reason(reasons: Iterable[tuple[str, str]]) -> Iterable[tuple[str, str]]:
@@ -223,7 +221,7 @@ def print_traced(traced: list[Traced], console: Console) -> None:
 
 def as_json(plan: Plan, traced: list[Traced] | None = None) -> str:
     """Returns a plan as JSON, with sizes in bytes."""
-    chosen, error = plan.advice.candidate, plan.own_error
+    chosen = plan.advice.candidate
     report: dict[str, Any] = {
         "kind": plan.kind,
         "machines": asdict(plan.machines),
@@ -246,7 +244,6 @@ def as_json(plan: Plan, traced: list[Traced] | None = None) -> str:
         "time": asdict(plan.time) if plan.time is not None else None,
         "first_size": plan.first_size,
         "rows": plan.rows,
-        "own_error": asdict(error) if error is not None else None,
     }
     if traced is not None:
         report["traced"] = [_traced(found) for found in traced]
