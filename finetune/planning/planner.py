@@ -46,8 +46,6 @@ class Plan:
     launches: dict[str, Launch]
     candidates: dict[tuple[str, str], Candidate]
     """Keys are a launch file and a way."""
-    cheapest: dict[tuple[str, str], str]
-    """Change that makes a candidate fit, of those that do not."""
     advice: Advice
     time: Time | None
     """Time of the candidate that is recommended."""
@@ -158,11 +156,6 @@ def make_plan(
 
     setting, kind = setting_of(recipe), model_shapes.kind_of(recipe)
     candidates = {(name, way): of(name, way, setting) for name in launches for way in model_shapes.KINDS}
-    cheapest = {
-        key: recommendations.cheapest_change(found, recipe, list(launches), of)
-        for key, found in candidates.items()
-        if found.verdict != "fits" and not isinstance(variants[key[1]], str)
-    }
     advice = recommendations.recommend_launch(recipe, kind, launches, of)
     chosen, planned, time, first_size = advice.candidate, variants[kind], None, None
     assert isinstance(planned, Variant)
@@ -187,7 +180,6 @@ def make_plan(
         variants=variants,
         launches=launches,
         candidates=candidates,
-        cheapest=cheapest,
         advice=advice,
         time=time,
         times=dict(sorted(times.items(), key=lambda pair: pair[1].step_s)),
