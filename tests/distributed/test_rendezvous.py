@@ -176,7 +176,7 @@ def test_a_machine_that_was_stopped_and_started_again_is_one(local: int, monkeyp
     def come(rank: int) -> int:
         number = int(store.add("joined", 1))
         store.set(f"alive/{number}", "0")
-        store.set(f"facts/{number}", json.dumps(facts(rank).to_json()))
+        store.set(f"facts/{number}", json.dumps(asdict(facts(rank))))
         return number
 
     come(1)

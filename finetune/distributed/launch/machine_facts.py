@@ -6,7 +6,7 @@ import platform
 import socket
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -73,10 +73,6 @@ class MachineFacts:
     """Port at which it answers while links are tried."""
     problem: str = ""
     """Why it cannot take part, if it cannot."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns the facts as JSON has them."""
-        return asdict(self)
 
     @classmethod
     def of_here(cls, recipe: Mapping[str, Any], **facts: Any) -> Self:

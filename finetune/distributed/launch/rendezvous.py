@@ -262,7 +262,7 @@ class Meeting:
         )
         store, number = self._store, int(self._store.add("joined", 1))
         store.set(f"alive/{number}", "0")
-        store.set(f"facts/{number}", json.dumps(own.to_json()))
+        store.set(f"facts/{number}", json.dumps(asdict(own)))
         judge = _Judge(store, plan, self._deadline) if own.rank == 0 and interface.reaches_itself else None
         if judge is None:
             # Machine 0 may have started later, and then waits longer.
@@ -554,7 +554,7 @@ class _Judge:
         verdict = {
             "ends": ends,
             "problems": problems,
-            "machines": [facts.to_json() for facts in machines],
+            "machines": [asdict(facts) for facts in machines],
             "token": secrets.token_hex(16),
         }
         self._store.set("verdict", json.dumps(verdict))
