@@ -167,8 +167,6 @@ class Rendezvous:
     problems: list[str]
     """Sentences on what stands in the way; none unless the meeting was told to go on."""
     warnings: list[str]
-    listener: LinkListener
-    token: bytes
 
 
 class Meeting:
@@ -299,7 +297,8 @@ class Meeting:
             for rank, row in reached["links"].items()
         }
         problems = [*verdict["problems"], *reached["problems"]]
-        return Rendezvous(plan, store, machines, interface, links, problems, reached["warnings"], listener, token)
+        listener.close()
+        return Rendezvous(plan, store, machines, interface, links, problems, reached["warnings"])
 
     def _open(self) -> tuple[NetworkInterface, str]:
         """Opens the store; returns the interface that it is reached by, and why this machine cannot take part."""
@@ -426,52 +425,6 @@ def _within(limit_s: float, call: Callable[[], None]) -> None:
         raise TimeoutError(f"no end within {limit_s:g} s")
     if failed:
         raise failed[0]
-
-
-def measure_links(met: Rendezvous, seconds: float = 0.5) -> dict[tuple[int, int], Link]:
-    """Measures the connections between all machines; every machine calls it.
-
-    Args:
-        seconds: How long to send over each; no machine sends over two at a time.
-
-    Returns:
-        Each connection once, by the ranks of both machines, the smaller first.
-
-    Raises:
-        BackendError: If a machine no longer answers.
-    """
-    store, own, number = met.store, met.plan.facts.rank, len(met.machines)
-    found: dict[tuple[int, int], Link] = {}
-
-    def measure() -> None:
-        for turn, pairs in enumerate(machine_links.rounds(number)):
-            for pair in (pair for pair in pairs if pair[0] == own):
-                other = met.machines[pair[1]]
-                link = machine_links.try_link(other.address, other.port, other.rank, met.token, measure_s=seconds)
-                store.set(f"speed/{pair}", json.dumps(asdict(link)))
-            _all_at(store, f"turn/{turn}", number)
-            found.update({pair: Link(**json.loads(store.get(f"speed/{pair}"))) for pair in pairs})
-        # The store ends with machine 0.
-        store.add("measured", 1)
-        if own == 0:
-            _all_at(store, "measured", number, come=True)
-
-    try:
-        _within(8 * machine_links.CONNECT_S * number, measure)
-    except (OSError, RuntimeError) as error:
-        raise BackendError(f"A machine no longer answers while connections are measured: {error}.") from error
-    return found
-
-
-def _all_at(store: Any, place: str, number: int, *, come: bool = False) -> None:
-    """Waits until so many machines have come to a place; `come`: this one is counted already."""
-    deadline = time.monotonic() + 8 * machine_links.CONNECT_S
-    if not come:
-        store.add(place, 1)
-    while int(store.add(place, 0)) < number:
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"not all machines have come to {place}")
-        time.sleep(_POLL_S)
 
 
 def _short(error: Exception) -> str:
