@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -41,6 +41,7 @@ from finetune.monitoring.rank_progress import (
     straggler_line,
 )
 from finetune.utils.atomic_files import write_json
+from finetune.utils.bounded_work import ends_within
 from finetune.utils.compat import torch_private
 from finetune.utils.errors import FinetuneError
 from finetune.utils.exit_codes import FAILED, USER_ERROR, print_error, say_failure
@@ -255,7 +256,7 @@ class RankWatch:
     def _end_with(self, failure: Exception) -> None:
         """Ends the process for another rank's error, whatever it waits for."""
         if isinstance(failure, FinetuneError):
-            _within(_ANSWER_S, lambda: print_error(failure))
+            ends_within(_ANSWER_S, lambda: print_error(failure))
             os._exit(USER_ERROR)
         os._exit(say_failure(failure))
 
@@ -280,7 +281,7 @@ class RankWatch:
             f"Its Python stacks are in {folder}."
         )
         if notes is None:
-            _within(_ANSWER_S, lambda: print_error(FinetuneError(text)))
+            ends_within(_ANSWER_S, lambda: print_error(FinetuneError(text)))
             return
         speaker = leader
         with suppress(RuntimeError):
@@ -290,7 +291,7 @@ class RankWatch:
                 notes.write(key, self._verdict(notes, folder))
             if (verdict := _wait_for(notes, [key], 3 * _ANSWER_S).get(key)) is not None:
                 text, speaker = verdict
-        _within(_ANSWER_S, lambda: print_error(FinetuneError(text)))
+        ends_within(_ANSWER_S, lambda: print_error(FinetuneError(text)))
         if self._rank == speaker:
             send_alert(self._guard, "stalled", text, self._facts(), wait=True)
         with suppress(RuntimeError):
@@ -335,10 +336,3 @@ def _wait_for(notes: RankNotes, names: Sequence[str], limit_s: float) -> dict[st
     while len(found := notes.read(names)) < len(names) and time.monotonic() < end:
         time.sleep(0.1)
     return found
-
-
-def _within(limit_s: float, work: Callable[[], None]) -> None:
-    """Does something that may not come to its end, such as a write to a pipe that nobody reads."""
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(limit_s)

@@ -17,7 +17,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -27,6 +27,7 @@ from finetune.distributed.launch.machine_facts import MachineFacts, capital, nam
 from finetune.distributed.launch.machine_links import Link, LinkListener
 from finetune.distributed.launch.network_interface import NetworkInterface, bare_host, find_interface, named_interface
 from finetune.distributed.launch.predicted_environment import PredictedEnvironment, predict_environment
+from finetune.utils.bounded_work import ends_within
 from finetune.utils.errors import BackendError, FinetuneError
 from finetune.utils.exit_codes import USER_ERROR, print_error
 
@@ -222,8 +223,7 @@ class Meeting:
             while time.monotonic() < until and int(store.add("told", 0)) < others:
                 time.sleep(_POLL_S)
 
-        with suppress(TimeoutError, RuntimeError):
-            _within(_LINGER_S + 1, wait)
+        ends_within(_LINGER_S + 1, wait)
 
     def _run(self) -> None:
         try:
@@ -406,25 +406,6 @@ def _store(address: str, port: int, *, host: bool) -> Any:
         multi_tenant=host,  # torchrun's own store of this process shares the port
     )
     return torch_stores.PrefixStore("finetune/machines", store)
-
-
-def _within(limit_s: float, call: Callable[[], None]) -> None:
-    """Calls a function in a thread, whose end is not waited for beyond a limit."""
-    failed: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            call()
-        except BaseException as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=run, name="store", daemon=True)
-    thread.start()
-    thread.join(limit_s)
-    if thread.is_alive():
-        raise TimeoutError(f"no end within {limit_s:g} s")
-    if failed:
-        raise failed[0]
 
 
 def _short(error: Exception) -> str:
