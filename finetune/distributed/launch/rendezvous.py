@@ -229,17 +229,17 @@ class Meeting:
         try:
             self._found = self._meet()
         except (BackendError, OSError, RuntimeError, ValueError) as error:
-            known = isinstance(error, BackendError)
-            self._found = error if known else BackendError(f"{self._lost()} ({_short(error)}).")
+            plan, known = self._plan, isinstance(error, BackendError)
+            self._found = (
+                error
+                if known
+                else BackendError(
+                    f"Machine {plan.facts.rank} has lost machine 0 at {plan.host} port {plan.port} while it waited for "
+                    f"{self._awaited}: `finetune {plan.facts.verb}` has ended there, whose output says why, or another "
+                    f"program listens at that port. Nothing was started ({_short(error)})."
+                )
+            )
             self._found.__cause__ = None if known else error
-
-    def _lost(self) -> str:
-        plan = self._plan
-        return (
-            f"Machine {plan.facts.rank} has lost machine 0 at {plan.host} port {plan.port} while it waited for "
-            f"{self._awaited}: `finetune {plan.facts.verb}` has ended there, whose output says why, or another program "
-            "listens at that port. Nothing was started"
-        )
 
     def _meet(self) -> Rendezvous:
         interface, problem = self._open()
@@ -316,7 +316,8 @@ class Meeting:
         except BackendError as error:
             # The others may know that name by another address, and wait there.
             self._store = self._host("127.0.0.1")
-            self._refuse(str(error))
+            problem = f"machine 0 ({plan.facts.host}): {error}"
+            self._store.set("verdict", json.dumps({"ends": True, "problems": [problem]}))
             raise
         if found.reaches_itself:
             self._store = self._host(found.peer)
@@ -338,11 +339,6 @@ class Meeting:
                 time.sleep(_POLL_S)
         self._store = self._connect(found.peer)
         return found, problem
-
-    def _refuse(self, problem: str) -> None:
-        """Writes a verdict before anybody has come."""
-        named = f"machine 0 ({self._plan.facts.host}): {problem}"
-        self._store.set("verdict", json.dumps({"ends": True, "problems": [named]}))
 
     def _host(self, address: str) -> Any:
         plan = self._plan
