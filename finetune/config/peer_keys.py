@@ -7,10 +7,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from finetune.config.provenance import flat
-from finetune.utils.yaml_files import parse
+from finetune.utils.yaml_files import FAST_LOADER, parse
 
 CONVERTED = ("trl", "axolotl", "llama-factory", "torchtune")
 """Tools whose configs `finetune convert` reads."""
@@ -71,8 +69,7 @@ class PeerTable:
 def peer_table() -> PeerTable:
     """Returns the table. Reading it takes a moment, so only what needs it calls this."""
     text = Path(__file__).with_name("peer_keys.yaml").read_text(encoding="utf-8")
-    # libyaml where PyYAML was built with it: ten times as fast.
-    found = parse(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    found = parse(text, FAST_LOADER)
     rows = [{**row, "keys": tuple(row["keys"].split()), "of": tuple(row["of"].split())} for row in found["keys"]]
     return PeerTable(**{**found, "keys": tuple(PeerKey(**row) for row in rows)})
 

@@ -8,9 +8,7 @@ from typing import Any, Literal
 import yaml
 
 from finetune.config.recipe_schema import Recipe, section_in
-
-# libyaml where PyYAML was built with it: ten times as fast.
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+from finetune.utils.yaml_files import FAST_LOADER
 
 Layer = Literal["default", "recipe file", "command line", "environment", "launch file", "ds_config", "derived"]
 
@@ -114,7 +112,7 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def places(file: str | Path) -> dict[str, int]:
     """Returns the line, from 1, of each dotted key in a YAML or JSON file; empty if it cannot be parsed."""
     try:
-        root = yaml.compose(Path(file).read_text(encoding="utf-8"), Loader=_LOADER)
+        root = yaml.compose(Path(file).read_text(encoding="utf-8"), Loader=FAST_LOADER)
     except (OSError, ValueError, yaml.YAMLError):
         return {}
     return _lines(root, "")

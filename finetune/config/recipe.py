@@ -24,7 +24,8 @@ from finetune.config import file_kinds
 from finetune.config.peer_keys import called_here
 from finetune.config.provenance import Origin, concerns_key, place_of, places, printable
 from finetune.config.recipe_schema import LengthSection, Recipe, Section, is_given, ranking, section_in
-from finetune.utils.errors import RecipeError
+from finetune.utils import json_files
+from finetune.utils.errors import FinetuneError, RecipeError
 from finetune.utils.file_formats import read_text
 from finetune.utils.quoting import to_stderr
 from finetune.utils.shipped_files import LAUNCH_FILES, RECIPES, shipped_names
@@ -39,11 +40,6 @@ NUMBER_FIGURES = ("rmse", "pearson", "spearman")
 """Figures of tasks that predict numbers."""
 TAG_FIGURES = ("accuracy", "precision", "recall", "f1")
 """Figures of tasks that tag words."""
-
-# Keys of earlier versions, and what to write instead.
-_RENAMED = {
-    "checkpoint.keep_best": "it is `keep_best_by` now; for `true` leave it out, for `false` write `keep_best_by: null`"
-}
 
 SCHEMA_FILE = Path(__file__).with_name("recipe.schema.json")
 """File with the JSON schema of recipes, installed for editors."""
@@ -228,34 +224,39 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
     Raises:
         RecipeError: If it does not hold any.
     """
-    file = Path(path)
+    tree = read_keys(Path(path), file_kinds.RECIPE, RecipeError)
+    # So that an override changes one place only, where the file repeats a part by an alias.
+    return write_out(json.loads(json.dumps(tree, default=str)))
+
+
+def read_keys(file: Path, kind: str, error_class: type[FinetuneError]) -> dict[str, Any]:
+    """Returns the plain keys and values of a recipe or launch file, as YAML or JSON has them.
+
+    Args:
+        kind: `file_kinds.RECIPE` or `file_kinds.LAUNCH`.
+        error_class: Raised if the file does not hold any, or is of another kind.
+    """
+    name = kind.removeprefix("a ")
     try:
         text = read_text(file)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        known = shipped_names(RECIPES)
-        if file.name in shipped_names(LAUNCH_FILES):
-            raise RecipeError(
-                f"{file.name} is a launch file that ships, not a recipe. {file_kinds.PLACES[file_kinds.LAUNCH]}"
-            ) from error
-        problem = f"Cannot read the recipe {file}: {reason}{hint(file.name, known)}"
-        advice = f"Name a YAML file, or one of the recipes that ship: {', '.join(known)}."
-        raise RecipeError.of(str(file), [problem], advice) from error
-    try:
-        tree = parse(text, RecipeLoader)
+        tree = json_files.parse(text) if file.suffix == ".json" else parse(text, RecipeLoader)
     except YamlProblem as error:
-        raise RecipeError(f"{error.at(file)}: the recipe is not valid YAML: {error}.") from error
+        raise error_class(f"{error.at(file)}: the {name} is not valid YAML: {error}.") from error
+    except (OSError, ValueError) as error:
+        shipped = {file_kinds.RECIPE: shipped_names(RECIPES), file_kinds.LAUNCH: shipped_names(LAUNCH_FILES)}
+        own, ((other, others),) = shipped.pop(kind), shipped.items()
+        if file.name in others:
+            text = f"{file.name} is {other} that ships, not {kind}. {file_kinds.PLACES[other]}"
+            raise error_class(text) from error
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        problem = f"Cannot read the {name} {file}: {reason}{hint(file.name, own)}"
+        advice = f"Name a file, or one of the {name}s that ship: {', '.join(own)}."
+        raise error_class.of(str(file), [problem], advice) from error
     tree = {} if tree is None else tree
     if not isinstance(tree, dict):
-        raise RecipeError(f"{file} must hold keys and values, got {_kind(tree)}.")
-    if (other := file_kinds.other_kind(tree, file_kinds.RECIPE)) is not None:
-        raise RecipeError(f"{file}: {other}")
-    # So that an override changes one place only, where the file repeats a part by an alias.
-    tree = write_out(json.loads(json.dumps(tree, default=str)))
-    section = tree.get("checkpoint")
-    if isinstance(section, dict) and "keep_best" in section and (file.parent / "run.json").is_file():
-        # The recipe of a run of an earlier version.
-        section.setdefault("keep_best_by", "validation_loss" if section.pop("keep_best") else None)
+        raise error_class(f"{file} must hold keys and values, got {_kind(tree)}.")
+    if (problem := file_kinds.other_kind(tree, kind)) is not None:
+        raise error_class(f"{file}: {problem}")
     return tree
 
 
@@ -540,6 +541,7 @@ _OF_SEVERAL_KINDS = {
     "task.class_weights": (
         "'balanced', or a list with one number above 0 for each class, in the order of the classes, such as [1.0, 5.0]"
     ),
+    "batch.micro_size": "a whole number above 0, or 'auto'",
     "model.freeze": _MODULES,
     "model.gradient_checkpointing": "true, false or 'selective'",
     "model.fp8": "true, false or 'emulated'",
@@ -565,8 +567,6 @@ def _problem(item: Any) -> str:
     location = [str(part) for part in item["loc"]]
     key = ".".join(location) or "recipe"
     kind, message = item["type"], str(item["msg"])
-    if kind == "extra_forbidden" and key in _RENAMED:
-        return f"{key}: {_RENAMED[key]}"
     if kind == "extra_forbidden":
         known = _known_keys(item["loc"][:-1])
         if (said := called_here(location[-1])) is not None:

@@ -3,7 +3,6 @@
 A text within `Annotated` is the key's unit; numbers have one.
 """
 
-import json
 import os
 import re
 import shlex
@@ -17,7 +16,6 @@ from pydantic import (
     Field,
     NonNegativeFloat,
     NonNegativeInt,
-    PlainValidator,
     PositiveFloat,
     PositiveInt,
     ValidationInfo,
@@ -402,14 +400,6 @@ def _modules(other: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-def _size_or_auto(value: Any) -> int | Literal["auto"]:
-    if value == "auto":
-        return "auto"
-    if type(value) is not int or value < 1:
-        raise ValueError(f"give a whole number above 0, or `auto`; got {json.dumps(value, default=str)}")
-    return value
-
-
 class RopeScalingSection(Section):
     """Stretches the rotary positions of a pretrained model, for rows that are longer than those it was trained on."""
 
@@ -550,11 +540,7 @@ class BatchSection(Section):
 
     global_size: Annotated[PositiveInt, "rows an optimiser step"] = 32
     """Rows in an optimiser step, over all processes. It stays the same on more processes."""
-    micro_size: Annotated[
-        int | Literal["auto"],
-        PlainValidator(_size_or_auto, json_schema_input_type=PositiveInt | Literal["auto"]),
-        "rows a forward pass and process",
-    ] = 8
+    micro_size: Annotated[PositiveInt | Literal["auto"], "rows a forward pass and process"] = 8
     """The most rows in one forward pass of one process: the largest number up to this is taken that divides the rows
     of a process. Changes memory and speed; it changes what is learned only if the network has batch norms, or dropout,
     whose masks depend on it. `auto`: the largest that fits, found by trial before the first run of such a model under

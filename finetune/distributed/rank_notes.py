@@ -34,12 +34,17 @@ class RankNotes:
     may use it. Methods raise a `RuntimeError` once the store is gone, or is not reached for 20 s.
     """
 
-    def __init__(self, rank: int, world_size: int) -> None:
-        self.rank, self.world_size = rank, world_size
+    def __init__(self, rank: int, world_size: int, board: str = "notes", patience: timedelta = _TIMEOUT) -> None:
+        """
+        Args:
+            board: Ranks read the notes on the same board only.
+            patience: How long ranks wait for each other.
+        """
+        self.rank, self.world_size, self.board, self._patience = rank, world_size, board, patience
         distributed: Any = torch.distributed
-        store = distributed.HashStore() if world_size == 1 else connect(rank, _TIMEOUT)
-        self._store: Any = distributed.PrefixStore(f"finetune/notes-{attempt_name()}", store)
-        self._failures = failures_in(store)
+        store = distributed.HashStore() if world_size == 1 else connect(rank, patience)
+        self._store: Any = distributed.PrefixStore(f"finetune/{board}-{attempt_name()}", store)
+        self._failures = _failures_in(store)
 
     def write(self, name: str, note: Any) -> None:
         """Leaves a note, in the place of an older one."""
@@ -54,40 +59,40 @@ class RankNotes:
         there = list(names) if self._store.check(list(names)) else [name for name in names if self._store.check([name])]
         return {name: json.loads(value) for name, value in zip(there, self._store.multi_get(there), strict=True)}
 
-    def read_failure(self) -> Exception | None:
-        """Returns the error of another rank that has failed, as `raise_failure` raises it; None without any."""
-        return _failure_of(self._failures, self.rank)
+    def wait_for(self, name: str) -> Any:
+        """Returns a note once it is there.
+
+        Raises:
+            BackendError: If it does not come within `patience`.
+            FinetuneError, LostRankError: If another rank has failed meanwhile; see `read_failure`.
+        """
+        began = time.monotonic()
+        while not (found := self.read([name])):
+            if (failure := self.read_failure()) is not None:
+                self._failures.set(f"left/{self.rank}", "")
+                raise failure
+            waited_s = time.monotonic() - began
+            if waited_s > self._patience.total_seconds():
+                raise errors.BackendError(
+                    f"{rank_name(self.rank)} has waited for other ranks for {waited_s:.0f} s, and they neither came "
+                    "nor failed. Look at what their machines do, such as a file system that does not answer."
+                )
+            time.sleep(min(1.0, 0.02 + waited_s / 8))
+        return found[name]
+
+    def read_failure(self) -> FinetuneError | LostRankError | None:
+        """Returns the error of another rank that has failed: its own if that is one of a user; None without any."""
+        note = json.loads(self._failures.get("first")) if self._failures.check(["first"]) else {"rank": self.rank}
+        if note["rank"] == self.rank:
+            return None
+        kind: type[FinetuneError] | None = getattr(errors, note["error"], None)
+        return LostRankError(f"{note['place']} has failed: {note['text']}") if kind is None else kind(note["text"])
 
 
-def failures_in(store: Any) -> Any:
+def _failures_in(store: Any) -> Any:
     """Returns the part of a launch's store in which ranks say that they have failed."""
     distributed: Any = torch.distributed
     return distributed.PrefixStore(f"finetune/failures-{attempt_name()}", store)
-
-
-def raise_failure(failures: Any, rank: int) -> None:
-    """Raises the error of another rank that has failed, if there is one.
-
-    Args:
-        failures: See `failures_in`.
-
-    Raises:
-        FinetuneError: As that rank did.
-        LostRankError: If its error was none of a user.
-    """
-    if (error := _failure_of(failures, rank)) is not None:
-        failures.set(f"left/{rank}", "")
-        raise error
-
-
-def _failure_of(failures: Any, rank: int) -> Exception | None:
-    if not failures.check(["first"]):
-        return None
-    note = json.loads(failures.get("first"))
-    if note["rank"] == rank:
-        return None
-    kind: type[FinetuneError] | None = getattr(errors, note["error"], None)
-    return LostRankError(f"{note['place']} has failed: {note['text']}") if kind is None else kind(note["text"])
 
 
 @contextmanager
@@ -100,7 +105,7 @@ def failures_told() -> Iterator[None]:
         # Who has not met the others yet is seen by the launcher alone.
         if world > 1 and _connected and not lost_peer(error):
             with suppress(RuntimeError):
-                _tell(failures_in(_connected[0]), error, rank, world)
+                _tell(_failures_in(_connected[0]), error, rank, world)
         raise
 
 

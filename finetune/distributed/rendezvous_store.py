@@ -1,19 +1,16 @@
-"""A key-value store for the ranks of a launch before they form a process group."""
+"""What the ranks of a launch tell each other before they form a process group."""
 
 import itertools
-import json
 import os
-import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
-import torch
-
 from finetune.distributed.launch import machine_facts
 from finetune.distributed.launch.machine_facts import MachineFacts
-from finetune.distributed.rank_notes import AGENT, connect, failures_in, failures_told, raise_failure
-from finetune.distributed.rendezvous_names import TRIAL, attempt_name, machine_name, rank_name
+from finetune.distributed.rank_notes import AGENT, RankNotes, connect, failures_told
+from finetune.distributed.rendezvous_names import TRIAL, machine_name, rank_name
 from finetune.utils import errors, orphan_watch
 
 _numbers = itertools.count()
@@ -22,47 +19,14 @@ _numbers = itertools.count()
 _SHOWN = 4
 
 
-class RendezvousStore:
-    """Notes by name, as JSON has them, read within `patience`, in the store of the launch."""
+def open_board(patience: timedelta) -> RankNotes:
+    """Returns a board of its own for what ranks tell each other next; every rank must call it.
 
-    def __init__(self, rank: int, world: int, patience: timedelta) -> None:
-        distributed: Any = torch.distributed
-        self.number = next(_numbers)
-        """Number of this store among those of this process; the same on every rank."""
-        self._rank, self._patience = rank, patience
-        if world == 1:
-            self._store: Any = distributed.HashStore()
-            return
-        store = connect(rank, patience)
-        self._store = distributed.PrefixStore(f"finetune/board-{attempt_name()}-{self.number}", store)
-        self._failures = failures_in(store)
-
-    def write(self, name: str, note: Any) -> None:
-        """Leaves a note."""
-        self._store.set(name, json.dumps(note))
-
-    def has(self, name: str) -> bool:
-        """Returns True if somebody has left a note."""
-        return bool(self._store.check([name]))
-
-    def read(self, name: str) -> Any:
-        """Returns a note, for which it waits.
-
-        Raises:
-            BackendError: If it does not come within `patience`.
-            FinetuneError, LostRankError: If another rank has failed meanwhile; see `raise_failure`.
-        """
-        began = time.monotonic()
-        while not self.has(name):
-            raise_failure(self._failures, self._rank)
-            waited_s = time.monotonic() - began
-            if waited_s > self._patience.total_seconds():
-                raise errors.BackendError(
-                    f"{rank_name(self._rank)} has waited for other ranks for {waited_s:.0f} s, and they neither came "
-                    "nor failed. Look at what their machines do, such as a file system that does not answer."
-                )
-            time.sleep(min(1.0, 0.02 + waited_s / 8))
-        return json.loads(self._store.get(name))
+    Args:
+        patience: How long ranks wait for each other.
+    """
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    return RankNotes(rank, world, f"board-{next(_numbers)}", patience)
 
 
 def from_main(make: Callable[[], Any], patience: timedelta) -> Any:
@@ -74,19 +38,16 @@ def from_main(make: Callable[[], Any], patience: timedelta) -> Any:
     Raises:
         FinetuneError, LostRankError: As `make` does on rank 0, on every rank.
     """
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    if world == 1:
-        return make()
-    notes = RendezvousStore(rank, world, patience)
-    if rank == 0:
+    notes = open_board(patience)
+    if notes.rank == 0:
         with failures_told():
             note = make()
         notes.write("made", note)
-        for other in range(1, world):
-            notes.read(f"read by {other}")  # the notes may end with this process
+        for other in range(1, notes.world_size):
+            notes.wait_for(f"read by {other}")  # the notes may end with this process
     else:
-        note = notes.read("made")
-        notes.write(f"read by {rank}", True)
+        note = notes.wait_for("made")
+        notes.write(f"read by {notes.rank}", True)
     return note
 
 
@@ -96,10 +57,9 @@ def gather_notes(note: Any, patience: timedelta) -> list[Any]:
     Args:
         patience: How long ranks wait for each other.
     """
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    notes = RendezvousStore(rank, world, patience)
-    notes.write(str(rank), note)
-    return [notes.read(str(other)) for other in range(world)]
+    notes = open_board(patience)
+    notes.write(str(notes.rank), note)
+    return [notes.wait_for(str(other)) for other in range(notes.world_size)]
 
 
 def check_machines(recipe: Mapping[str, Any], patience: timedelta) -> None:
@@ -116,17 +76,17 @@ def check_machines(recipe: Mapping[str, Any], patience: timedelta) -> None:
     """
     if not orphan_watch.on_several_machines():
         return
-    named = ("RANK", "WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
-    rank, world, machine, machines = (int(os.environ[name]) for name in named)
-    notes = RendezvousStore(rank, world, patience)
+    machine, machines = int(os.environ["GROUP_RANK"]), int(os.environ["GROUP_WORLD_SIZE"])
+    notes = open_board(patience)
     if os.environ["LOCAL_RANK"] == "0":
-        facts = MachineFacts.of_here(recipe, rank=machine, num_machines=machines, num_processes=world, verb="launch")
-        notes.write(f"machine {machine}", facts.to_json())
+        sizes = {"num_machines": machines, "num_processes": notes.world_size}
+        notes.write(f"machine {machine}", asdict(MachineFacts.of_here(recipe, rank=machine, verb="launch", **sizes)))
 
     def compare() -> None:
-        found = [MachineFacts.from_json(notes.read(f"machine {number}")) for number in range(machines)]
-        if said := machine_facts.find_differences(found):
-            raise errors.BackendError(f"The machines cannot train together, and nothing was trained. {' '.join(said)}")
+        facts = [MachineFacts.from_json(notes.wait_for(f"machine {number}")) for number in range(machines)]
+        if differences := machine_facts.find_differences(facts):
+            text = f"The machines cannot train together, and nothing was trained. {' '.join(differences)}"
+            raise errors.BackendError(text)
 
     from_main(compare, patience)
 
@@ -151,14 +111,14 @@ def check_inputs(inputs: dict[str, dict[str, Any]], patience: timedelta) -> dict
     Raises:
         BackendError: On every rank, with the ranks or machines that differ from rank 0, and in what.
     """
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    notes = RendezvousStore(rank, world, patience)
-    notes.write(str(rank), [machine_name() if orphan_watch.on_several_machines() else rank_name(rank), inputs])
+    notes = open_board(patience)
+    place = machine_name() if orphan_watch.on_several_machines() else rank_name(notes.rank)
+    notes.write(str(notes.rank), [place, inputs])
 
     def compare() -> dict[str, dict[str, Any]]:
-        here, ours = notes.read("0")
+        here, ours = notes.wait_for("0")
         apart: dict[str, dict[str, None]] = {}
-        for place, theirs in (notes.read(str(other)) for other in range(1, world)):
+        for place, theirs in (notes.wait_for(str(other)) for other in range(1, notes.world_size)):
             for section in (name for name in ours if name in theirs):
                 for name, _ in machine_facts.unequal(ours[section], theirs[section]):
                     apart.setdefault(place, {})[name] = None

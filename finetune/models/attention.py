@@ -134,7 +134,7 @@ def _attend(
         # What transformers reads of a module, for the heads that are here.
         here: Any = SimpleNamespace(is_causal=True, num_key_value_groups=query.shape[1] // key.shape[1])
         found, _ = _attend(here, query, key, value, mask[:, :, :1], dropout, scaling, sliding_window, **others)
-        return sequence.gather_heads(found, rows), None
+        return sequence.exchange(found, rows), None
     if mask is not None and mask.dtype == torch.int32:
         cu_seqlens, (num_rows, _, length, _) = mask.view(-1), query.shape
         if query.is_cuda:

@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -41,6 +41,7 @@ from finetune.monitoring.rank_progress import (
     straggler_line,
 )
 from finetune.utils.atomic_files import write_json
+from finetune.utils.bounded_work import ends_within
 from finetune.utils.compat import torch_private
 from finetune.utils.errors import FinetuneError
 from finetune.utils.exit_codes import FAILED, USER_ERROR, print_error, say_failure
@@ -169,7 +170,6 @@ class RankWatch:
         return str(at) if at.phase not in OUTSIDE and at.for_s > max(_HUNG_S, _USUAL * self._usual_s()) else None
 
     def _run(self) -> None:
-        notes: RankNotes | None = None
         try:
             notes = RankNotes(self._rank, self._world_size)
             self._tick(notes)
@@ -179,13 +179,7 @@ class RankWatch:
             # The store is gone when rank 0 ends, or its machine is lost: the launcher sees to that, if it can.
             while not self._over.wait(_TICK_S):
                 if self._is_over_limit():
-                    at, folder = self._position(fully=True), self._directory / _stall_folder()
-                    self._write_stacks(folder)
-                    text = (
-                        f"{at.place} has come no further for {at.for_s:.0f} s, and the store that ranks share is gone."
-                    )
-                    print_error(FinetuneError(f"{text} It is {at}. Its Python stacks are in {folder}."))
-                    os._exit(FAILED)
+                    self._end(None, self._rank, self._directory / _stall_folder())
 
     def _is_over_limit(self) -> bool:
         """Tells if this rank has come no further for too long; called now and then."""
@@ -262,11 +256,11 @@ class RankWatch:
     def _end_with(self, failure: Exception) -> None:
         """Ends the process for another rank's error, whatever it waits for."""
         if isinstance(failure, FinetuneError):
-            _within(_ANSWER_S, lambda: print_error(failure))
+            ends_within(_ANSWER_S, lambda: print_error(failure))
             os._exit(USER_ERROR)
         os._exit(say_failure(failure))
 
-    def _end(self, notes: RankNotes, leader: int, folder: Path) -> None:
+    def _end(self, notes: RankNotes | None, leader: int, folder: Path) -> None:
         """Ends the process, once all ranks have written down what they are at, and one has said why."""
         faulthandler.cancel_dump_traceback_later()
         try:
@@ -275,17 +269,20 @@ class RankWatch:
             traceback.print_exc()
         os._exit(FAILED)
 
-    def _write_stacks(self, folder: Path) -> None:
+    def _say_farewell(self, notes: RankNotes | None, leader: int, folder: Path) -> None:
+        at = self._position(fully=True)
         with suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
             with (folder / f"rank-{self._rank}.txt").open("w", encoding="utf-8") as file:
                 faulthandler.dump_traceback(file)
             (folder / f"rank-{self._rank}.collectives.json").write_bytes(torch_private.recorded_collectives())
-
-    def _say_farewell(self, notes: RankNotes, leader: int, folder: Path) -> None:
-        at = self._position(fully=True)
-        self._write_stacks(folder)
-        text = f"{at.place} has come no further for {at.for_s:.0f} s, and the store that ranks share is gone."
+        text = (
+            f"{at.place} has come no further for {at.for_s:.0f} s, and the store that ranks share is gone. It is {at}. "
+            f"Its Python stacks are in {folder}."
+        )
+        if notes is None:
+            ends_within(_ANSWER_S, lambda: print_error(FinetuneError(text)))
+            return
         speaker = leader
         with suppress(RuntimeError):
             notes.write(f"{self._name}/stalled/{self._rank}", asdict(at))
@@ -294,7 +291,7 @@ class RankWatch:
                 notes.write(key, self._verdict(notes, folder))
             if (verdict := _wait_for(notes, [key], 3 * _ANSWER_S).get(key)) is not None:
                 text, speaker = verdict
-        _within(_ANSWER_S, lambda: print_error(FinetuneError(text)))
+        ends_within(_ANSWER_S, lambda: print_error(FinetuneError(text)))
         if self._rank == speaker:
             send_alert(self._guard, "stalled", text, self._facts(), wait=True)
         with suppress(RuntimeError):
@@ -339,10 +336,3 @@ def _wait_for(notes: RankNotes, names: Sequence[str], limit_s: float) -> dict[st
     while len(found := notes.read(names)) < len(names) and time.monotonic() < end:
         time.sleep(0.1)
     return found
-
-
-def _within(limit_s: float, work: Callable[[], None]) -> None:
-    """Does something that may not come to its end, such as a write to a pipe that nobody reads."""
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(limit_s)

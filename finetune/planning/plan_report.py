@@ -8,7 +8,6 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from finetune.planning import recommendations
 from finetune.planning.launch_candidates import Candidate
 from finetune.planning.model_shapes import KINDS, Variant
 from finetune.planning.planner import Plan
@@ -57,11 +56,9 @@ def print_plan(plan: Plan, console: Console, *, energy: bool = False) -> None:
     candidates = [plan.candidates[name, plan.kind] for name in plan.launches]
     for reason, names in _by_reason((c.reason, c.name) for c in candidates):
         console.print(f"  {names}: {reason}")
-    for (name, kind), change in plan.cheapest.items():
-        if kind == plan.kind:
-            how = f"fits with {change}" if change != recommendations.NOTHING else "nothing that is offered makes it fit"
-            found = plan.candidates[name, kind]
-            console.print(f"  {name}: {found.verdict} ({_largest(found, unit) or 'refused'}); {how}")
+    for candidate in candidates:
+        if candidate.verdict in ("tight", "no"):
+            console.print(f"  {candidate.name}: {candidate.verdict} ({_largest(candidate, unit)})")
     for kind, variant in plan.variants.items():
         if isinstance(variant, str):
             console.print(f"  {kind}: {variant}")
@@ -79,8 +76,6 @@ def print_plan(plan: Plan, console: Console, *, energy: bool = False) -> None:
         console.print(f"\nRecommended: {advice.candidate.launch.file}{more}: {advice.reason}.")
         console.print(f"Peak: {_size(advice.candidate.peak, unit)} {unit}, {_largest(advice.candidate, unit)}.")
     _work(plan, console, energy=energy)
-    if plan.own_error is not None:
-        console.print(plan.own_error.line())
 
 
 def _by_reason(reasons: Iterable[tuple[str, str]]) -> Iterable[tuple[str, str]]:
@@ -223,7 +218,7 @@ def print_traced(traced: list[Traced], console: Console) -> None:
 
 def as_json(plan: Plan, traced: list[Traced] | None = None) -> str:
     """Returns a plan as JSON, with sizes in bytes."""
-    chosen, error = plan.advice.candidate, plan.own_error
+    chosen = plan.advice.candidate
     report: dict[str, Any] = {
         "kind": plan.kind,
         "machines": asdict(plan.machines),
@@ -232,9 +227,8 @@ def as_json(plan: Plan, traced: list[Traced] | None = None) -> str:
             for kind, v in plan.variants.items()
         },
         "cells": [
-            {**_facts(found), "fits_with": plan.cheapest.get(key), "time": asdict(time) if time is not None else None}
+            {**_facts(found), "time": asdict(plan.times[key]) if key in plan.times else None}
             for key, found in plan.candidates.items()
-            for time in [plan.times.get(key)]
         ],
         "advice": {
             "launch_file": chosen.launch.file if chosen is not None else None,
@@ -246,7 +240,6 @@ def as_json(plan: Plan, traced: list[Traced] | None = None) -> str:
         "time": asdict(plan.time) if plan.time is not None else None,
         "first_size": plan.first_size,
         "rows": plan.rows,
-        "own_error": asdict(error) if error is not None else None,
     }
     if traced is not None:
         report["traced"] = [_traced(found) for found in traced]

@@ -1,21 +1,17 @@
-"""The plan: every launch file x every way to train; and the peaks that runs on this machine have measured."""
+"""The plan: every launch file x every way to train."""
 
 import argparse
 import functools
-import json
 import math
-import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from finetune.config.recipe import divisors
 from finetune.config.recipe_schema import Recipe
 from finetune.data import prepared_cache
-from finetune.distributed import device_selection
 from finetune.distributed.gpu_specs import Gpu, find_gpu, of_device
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.launch.launch_file import read_launch_file
@@ -38,46 +34,6 @@ _ON_ONE_GPU = ("single", "zero3_offload", "zero3_nvme")
 _ASSUMED_GPU, _ASSUMED_GPUS = "h100-80gb", 8
 
 
-_PEAKS = "peaks.jsonl"
-
-# Below this, what libraries load meanwhile is a good part of a process's resident memory.
-_LEAST_RESIDENT = 512 * 2**20
-
-
-@dataclass(frozen=True)
-class Peak:
-    """The most that a rank held while it trained."""
-
-    device: str
-    of: str
-    """`allocated` on a GPU; `resident` on a CPU: over what the process held before, libraries and all."""
-    launch: str
-    kind: str
-    processes: int
-    predicted: int
-    """Bytes, without the margin."""
-    measured: int
-
-
-@dataclass(frozen=True)
-class Error:
-    """Measured peaks on a device beside the predicted ones."""
-
-    device: str
-    runs: int
-    least: float
-    median: float
-    most: float
-    """Measured by predicted."""
-
-    def line(self) -> str:
-        """Returns one line for people."""
-        return (
-            f"On this machine ({self.device}) {self.runs} run(s) took {self.least:.2f} to {self.most:.2f} of the peak "
-            f"that was predicted, {self.median:.2f} in the middle."
-        )
-
-
 @dataclass(frozen=True)
 class Plan:
     """Everything that a plan says."""
@@ -90,8 +46,6 @@ class Plan:
     launches: dict[str, Launch]
     candidates: dict[tuple[str, str], Candidate]
     """Keys are a launch file and a way."""
-    cheapest: dict[tuple[str, str], str]
-    """Change that makes a candidate fit, of those that do not."""
     advice: Advice
     time: Time | None
     """Time of the candidate that is recommended."""
@@ -100,8 +54,6 @@ class Plan:
     rows: tuple[int | None, str]
     """As `count_rows` returns them."""
     work: Work
-    own_error: Error | None
-    """Error of earlier plans on this machine, whatever this plan is for."""
     first_size: int | None
     """Size with which trials of `batch.micro_size: auto` would begin under the launch that is recommended."""
 
@@ -204,11 +156,6 @@ def make_plan(
 
     setting, kind = setting_of(recipe), model_shapes.kind_of(recipe)
     candidates = {(name, way): of(name, way, setting) for name in launches for way in model_shapes.KINDS}
-    cheapest = {
-        key: recommendations.cheapest_change(found, recipe, list(launches), of)
-        for key, found in candidates.items()
-        if found.verdict != "fits" and not isinstance(variants[key[1]], str)
-    }
     advice = recommendations.recommend_launch(recipe, kind, launches, of)
     chosen, planned, time, first_size = advice.candidate, variants[kind], None, None
     assert isinstance(planned, Variant)
@@ -233,13 +180,11 @@ def make_plan(
         variants=variants,
         launches=launches,
         candidates=candidates,
-        cheapest=cheapest,
         advice=advice,
         time=time,
         times=dict(sorted(times.items(), key=lambda pair: pair[1].step_s)),
         rows=rows,
         work=work,
-        own_error=compare_peaks(read_peaks(Path(recipe.data.cache_dir)), device_selection.device_identity()["device"]),
         first_size=first_size,
     )
 
@@ -330,31 +275,3 @@ def largest_micro_size(recipe: Recipe, launch: Launch, sizes: Sequence[int], roo
     of = candidates_of(recipe, launch, room)
     fits = [size for size in sizes if of(size).verdict == "fits"] if of is not None else []
     return max(fits, default=min(sizes))
-
-
-def add_peak(folder: Path, peak: Peak) -> None:
-    """Writes a peak down.
-
-    Raises:
-        OSError: If it cannot be written.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    # One write of one line: runs beside each other append, and do not mix.
-    with (folder / _PEAKS).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(asdict(peak)) + "\n")
-
-
-def read_peaks(folder: Path) -> list[Peak]:
-    """Returns the peaks that were written down, as far as they can be read."""
-    try:
-        lines: list[Any] = atomic_files.read_lines(folder / _PEAKS)
-    except (OSError, ValueError):
-        return []
-    return [Peak(**line) for line in lines if line.keys() == Peak.__dataclass_fields__.keys()]
-
-
-def compare_peaks(peaks: Sequence[Peak], device: str) -> Error | None:
-    """Compares all peaks of a device; None if none was large enough to tell."""
-    told = [p for p in peaks if p.device == device and (p.of == "allocated" or p.predicted >= _LEAST_RESIDENT)]
-    ratios = [peak.measured / peak.predicted for peak in told]
-    return Error(device, len(ratios), min(ratios), statistics.median(ratios), max(ratios)) if ratios else None

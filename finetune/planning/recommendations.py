@@ -1,7 +1,7 @@
-"""The cheapest change that makes a candidate fit, and the simplest launch file that fits."""
+"""The simplest launch file that fits, and what it changes of the recipe."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import dropwhile
 from pathlib import Path
@@ -16,8 +16,6 @@ from finetune.planning.activation_memory import StepSetting
 from finetune.planning.launch_candidates import Candidate
 from finetune.planning.model_shapes import KINDS
 
-NOTHING = "nothing offered"
-"""Stands in place of a change that makes a candidate fit."""
 
 Make = Callable[[str, str, StepSetting], Candidate]
 """A candidate, of a launch file's name, a way to train and a setting."""
@@ -64,22 +62,6 @@ def offered_settings(recipe: Recipe) -> Iterator[StepSetting]:
         yield StepSetting(size, checkpointed)
     if not checkpointed:
         yield from (StepSetting(size, True) for size in smaller)
-
-
-def cheapest_change(candidate: Candidate, recipe: Recipe, names: Sequence[str], make: Make) -> str:
-    """Returns the cheapest change that makes a candidate fit: to the recipe, the launch file, or the way to train."""
-    own = recipe_changes(candidate, recipe)
-    places = [(name, candidate.kind) for name in names[names.index(candidate.name) :]]
-    places += [(candidate.name, kind) for kind in KINDS[KINDS.index(candidate.kind) + 1 :]]
-    for name, kind in places:
-        for setting in offered_settings(recipe):
-            if make(name, kind, setting).verdict == "fits":
-                more = recipe_changes(make(candidate.name, candidate.kind, setting), recipe)
-                if kind != candidate.kind:
-                    return " ".join([kind, *more])
-                where = [] if name == candidate.name else [name]
-                return " ".join([*where, *(change for change in more if change not in own)])
-    return NOTHING
 
 
 def recommend_launch(recipe: Recipe, kind: str, launches: dict[str, Launch], make: Make) -> Advice:

@@ -4,7 +4,6 @@ A plan says where to begin. Each size is then tried in processes of its own, whi
 whatever they run into, nothing of it is left. What was found is kept for the next run of its kind.
 """
 
-import os
 import shutil
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from finetune.config.recipe import divisors, dump_recipe, validate_recipe
 from finetune.config.recipe_schema import Recipe
 from finetune.distributed import device_selection, rendezvous_store
 from finetune.distributed.launch.launch_config import Launch
+from finetune.distributed.rank_notes import RankNotes
 from finetune.distributed.resolve_config import micro_rows
 from finetune.monitoring.metrics import warn
 from finetune.planning.planner import largest_micro_size
@@ -79,8 +79,8 @@ def resolve_micro_size(
     if begun is not None:
         rows = micro_rows(recipe.with_micro_size(begun), launch.data_ranks)
         return MicroBatchChoice(recipe, None) if rows == asked else _choose(recipe, {"rows": rows}, why)
-    rank, world = int(os.environ.get("RANK", "0")), launch.num_processes
-    notes = rendezvous_store.RendezvousStore(rank, world, _PATIENCE)
+    notes = rendezvous_store.open_board(_PATIENCE)
+    rank = notes.rank
     sizes, room = divisors(recipe.batch.global_size // launch.data_ranks), device_selection.available_memory()
     kept = _kept(recipe, launch, digest)
     begin = rendezvous_store.from_main(
@@ -146,12 +146,12 @@ def next_size(sizes: Sequence[int], first: int, tried: Mapping[int, float | None
     return between[0] if len(measured) == 1 else None
 
 
-def _try(recipe: Recipe, launch: Launch, notes: rendezvous_store.RendezvousStore, rank: int) -> float | None:
+def _try(recipe: Recipe, launch: Launch, notes: RankNotes, rank: int) -> float | None:
     """Trains two steps in a process of its own beside each rank.
 
     Returns the largest share of a rank's memory that was held; None if memory was not enough on some rank.
     """
-    name = f"trial-{notes.number}-{recipe.batch.rows}"
+    name = f"trial-{notes.board}-{recipe.batch.rows}"
     with temporary_folder() as folder:
         file, report, log = (folder / name for name in ("recipe.yaml", "report.json", "output.txt"))
         file.write_text(dump_recipe(recipe), encoding="utf-8")
@@ -168,7 +168,7 @@ def _try(recipe: Recipe, launch: Launch, notes: rendezvous_store.RendezvousStore
             while own is None:
                 with suppress(subprocess.TimeoutExpired):
                     own = process.wait(_EVERY_S)
-                if own is None and notes.has(f"{name}/over"):
+                if own is None and notes.read([f"{name}/over"]):
                     break  # it is of no use any more, because another rank's has failed
         finally:
             process.kill()

@@ -11,11 +11,10 @@ from finetune.config.recipe_schema import Recipe
 from finetune.distributed import device_selection
 from finetune.distributed.backend import Backend
 from finetune.monitoring.flops import peak_flops
-from finetune.monitoring.metrics import peak_memory_gib, warn
+from finetune.monitoring.metrics import peak_memory_gib
 from finetune.monitoring.rank_progress import OUTSIDE
 from finetune.monitoring.step_all_reduce import StepOutput
-from finetune.planning.model_shapes import kind_of
-from finetune.planning.planner import Peak, add_peak, candidates_of
+from finetune.planning.planner import candidates_of
 from finetune.training import profiler
 from finetune.training.run import BuiltRun
 from finetune.utils.compat import torch_private
@@ -140,7 +139,7 @@ class PeakMemoryMonitor:
     def compare(self, recipe: Recipe) -> dict[str, Any] | None:
         """Compares the peak of the rank that held the most with what a plan predicts; every rank must call it.
 
-        Rank 0 writes both down for the plans to come, and gets the figures for `run.json`, if something was measured.
+        Rank 0 gets the figures for `run.json`, if something was measured.
         """
         backend = self._backend
         seen = torch.tensor([float(self._peak)], dtype=torch.float64, device=backend.device)
@@ -155,17 +154,4 @@ class PeakMemoryMonitor:
         if found is not None and found.parts is not None and not found.reason:
             # A CPU has no other place for what is kept in host memory.
             predicted = found.peak + (device_selection.matmul_workspaces() if self._on_gpu else found.host)
-            peak = Peak(
-                device=device_selection.device_identity()["device"],
-                of=what,
-                launch=backend.launch.kind,
-                kind=kind_of(recipe),
-                processes=backend.world_size,
-                predicted=predicted,
-                measured=measured,
-            )
-            try:
-                add_peak(Path(recipe.data.cache_dir), peak)
-            except OSError as error:
-                warn(f"The measured peak is not kept for later plans: {recipe.data.cache_dir}: {error.strerror}.")
         return {"of": what, "measured": measured, "predicted": predicted}

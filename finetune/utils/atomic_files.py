@@ -285,18 +285,6 @@ def device_of(path: Path) -> int:
     return folder.stat().st_dev
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Returns the lines of a journal, without a last line that a crash tore.
-
-    Raises:
-        OSError: If there is no such file, or a line before the last is damaged.
-    """
-    lines = read_whole_lines(path)
-    if lines.damaged:
-        raise OSError(errno.EIO, f"line {min(lines.damaged)} is damaged", str(path))
-    return lines.whole
-
-
 class Lines(NamedTuple):
     """Lines of a journal that something other than its run may have changed."""
 

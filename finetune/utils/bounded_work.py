@@ -1,9 +1,9 @@
-"""Limits of time and memory for work that a file from elsewhere asks for, such as the loops of a chat template."""
+"""Limits of time, and of memory, for work that may not end: the loops of a chat template, calls to other machines."""
 
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 from finetune.utils.errors import DataError
@@ -61,3 +61,21 @@ def bounded_work(what: str, instead: str) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.signal(signal.SIGPROF, previous or signal.SIG_DFL)
+
+
+def ends_within(limit_s: float, call: Callable[[], object]) -> bool:
+    """Calls a function in a thread; returns whether it has ended in time, and by no `OSError` or `RuntimeError`.
+
+    For calls that no limit of their own ends: resolvers, stores on a link that is cut, writes that nobody reads.
+    """
+    ended = []
+
+    def attempt() -> None:
+        with suppress(OSError, RuntimeError):
+            call()
+            ended.append(True)
+
+    thread = threading.Thread(target=attempt, daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    return bool(ended)

@@ -4,14 +4,14 @@ import os
 import re
 import socket
 import ssl
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlparse
 from urllib.request import Request, urlopen
 
+from finetune.utils.bounded_work import ends_within
 from finetune.utils.errors import RecipeError
 
 LIMIT_S = 5.0
@@ -29,7 +29,7 @@ def go_offline_if_unreachable() -> None:
     if "HF_HUB_OFFLINE" in os.environ:
         return
     address = hub_address(os.environ)
-    if address is not None and not _answers(partial(socket.getaddrinfo, *address)):
+    if address is not None and not ends_within(LIMIT_S, partial(socket.getaddrinfo, *address)):
         os.environ["HF_HUB_OFFLINE"] = "1"
 
 
@@ -63,12 +63,13 @@ def why_unreachable(env: Mapping[str, str]) -> str | None:
     host = urlparse(_url(env)).hostname
     if (address := hub_address(env)) is not None:
         return None if accepts_connections(address) else f"{host} cannot be reached"
-    return None if _answers(lambda: _ask_proxy(_url(env))) else f"{host} cannot be reached through the proxy"
+    reached = ends_within(LIMIT_S, lambda: _ask_proxy(_url(env)))
+    return None if reached else f"{host} cannot be reached through the proxy"
 
 
 def accepts_connections(address: tuple[str, int]) -> bool:
     """Tells if something listens at an address."""
-    return _answers(lambda: socket.create_connection(address, timeout=LIMIT_S).close())
+    return ends_within(LIMIT_S, lambda: socket.create_connection(address, timeout=LIMIT_S).close())
 
 
 def is_cached(env: Mapping[str, str], kind: str, name: str) -> bool:
@@ -105,20 +106,3 @@ def _ask_proxy(url: str) -> None:
     except URLError as error:
         if not isinstance(error.reason, ssl.SSLError):  # certificates are the client's business
             raise
-
-
-def _answers(ask: Callable[[], object]) -> bool:
-    """Tells if a request to the network is answered in time; resolvers have no time limit of their own."""
-    answered = []
-
-    def attempt() -> None:
-        try:
-            ask()
-        except OSError:
-            return
-        answered.append(True)
-
-    thread = threading.Thread(target=attempt, daemon=True)
-    thread.start()
-    thread.join(LIMIT_S)
-    return bool(answered)

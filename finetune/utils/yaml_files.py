@@ -4,6 +4,9 @@ from typing import Any
 
 import yaml
 
+FAST_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""libyaml where PyYAML was built with it: ten times as fast."""
+
 # What a file may hold once its aliases are written out, if that is more than ten times what stands in it.
 _MOST_VALUES = 100_000
 # More than any configuration has; 10 MB would take half a minute.

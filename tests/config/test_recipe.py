@@ -163,10 +163,10 @@ def test_conflicts_between_sections_at_once() -> None:
 @pytest.mark.parametrize(
     ("tree", "says"),
     [
-        ({"batch": {"micro_size": "8"}}, 'batch.micro_size: give a whole number above 0, or `auto`; got "8"'),
-        ({"batch": {"micro_size": True}}, "batch.micro_size: give a whole number above 0, or `auto`; got true"),
-        ({"batch": {"micro_size": 8.0}}, "batch.micro_size: give a whole number above 0, or `auto`; got 8.0"),
-        ({"batch": {"micro_size": 0}}, "give a whole number above 0, or `auto`; got 0"),
+        ({"batch": {"micro_size": "8"}}, "batch.micro_size: got \"8\"; allowed are a whole number above 0, or 'auto'"),
+        ({"batch": {"micro_size": True}}, "batch.micro_size: got true; allowed are a whole number above 0, or 'auto'"),
+        ({"batch": {"micro_size": 8.0}}, "batch.micro_size: got 8.0; allowed are a whole number above 0, or 'auto'"),
+        ({"batch": {"micro_size": 0}}, "got 0; allowed are a whole number above 0, or 'auto'"),
         ({"optim": {"lr": "fast"}}, 'optim.lr: input should be a valid number, got "fast"'),
         ({"optim": {"lr": float("inf")}}, "optim.lr: input should be a finite number"),
         ({"optim": {"clip_norm": float("nan")}}, "optim.clip_norm: input should be a finite number"),

@@ -316,7 +316,7 @@ def test_a_sound_machine(place: Place, capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--config_file", "nowhere.yaml"], "launch file: There is no launch file nowhere.yaml"),
+        (["--config_file", "nowhere.yaml"], "launch file: Cannot read the launch file nowhere.yaml"),
         (["--recipe", "nowhere.yaml"], "recipe: Cannot read the recipe nowhere.yaml"),
         (["recipes/sample.yaml"], "recipe: got recipes/sample.yaml, but no recipe"),
         (["--recipe", "recipes/sample.yaml", "--", "optim.lrr=1"], "recipe: .*did you mean 'lr'"),

@@ -360,7 +360,7 @@ def test_other_conflicts(place: Place) -> None:
         explained(place.recipe(), "optim.lrr=1")
     with pytest.raises(BackendError, match="no LOCAL_RANK"):
         explained(place.recipe(), WORLD_SIZE="2")
-    with pytest.raises(BackendError, match=r"There is no launch file nowhere\.yaml"):
+    with pytest.raises(BackendError, match=r"Cannot read the launch file nowhere\.yaml"):
         explained(place.recipe(), config=Path("nowhere.yaml"))
     with pytest.raises(BackendError, match="--num_processes takes a whole number from 1, got two"):
         explained(place.recipe(), config="ddp", options={"num_processes": "two"})

@@ -431,7 +431,7 @@ def test_a_worker_names_variables_left_over(place: Place, here: Here) -> None:
     ("text", "says"),
     [
         ("fsdp_config: {a: [1", "is not valid YAML: .*"),
-        ("- a", "holds no keys and values. It needs at least distributed_type: give one of NO, .*"),
+        ("- a", "must hold keys and values, got a list."),
         ("fsdp_config: [1]\ndistributed_type: FSDP", r"fsdp_config: must hold keys and values, got \[1\]."),
         ("num_processes: 2", "distributed_type: missing; give one of NO, MULTI_GPU, FSDP, DEEPSPEED, NO in quotes."),
         ("distributed_type: FSDP\nnum_proceses: 2", "num_proceses: unknown key, did you mean 'num_processes'?."),
@@ -443,7 +443,7 @@ def test_files_that_are_none(tmp_path: Path, text: str, says: str) -> None:
     file.write_text(text)
     with pytest.raises(BackendError, match=rf"launch\.yaml.*{says}$"):
         read_launch_file(str(file))
-    with pytest.raises(BackendError, match=r"no launch file .*other\.yaml.* Name a file, or one of those that ship"):
+    with pytest.raises(BackendError, match=r"the launch file .*other\.yaml.* Name a file, or one of the launch files"):
         read_launch_file(str(tmp_path / "other.yaml"))
 
 

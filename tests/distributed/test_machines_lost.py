@@ -251,5 +251,4 @@ def test_runs_and_their_doctor(machines: Machines, tmp_path: Path) -> None:
     for program in programs:
         assert program.wait(RUN_S) == 0, program.output
         assert "ok       machines: machine 1 (m1, 10.78.0.2) at eth0, no GPU" in program.output
-        assert "ok       link: 0 to 1 " in program.output
-        assert "GB/s" in program.output
+        assert re.search(r"ok       link: 0 to 1: \d+\.\d\d ms there and back", program.output)

@@ -111,7 +111,7 @@ def test_what_cannot_be_measured_is_one_paragraph(tmp_path: Path, capsys: pytest
     for words, says in (
         (["--processes", "1"], "a collective needs two processes or more"),
         (["--json", str(tmp_path / "none" / "links.json")], "there is no folder"),
-        (["--config_file", str(tmp_path / "none.yaml")], "There is no launch file"),
+        (["--config_file", str(tmp_path / "none.yaml")], "Cannot read the launch file"),
     ):
         assert main.main(["comms", *words]) == 2
         said = capsys.readouterr().err

@@ -10,6 +10,7 @@ from ranks import free_port
 from torch.distributed import TCPStore
 
 from finetune.distributed import rendezvous_store
+from finetune.distributed.rank_notes import RankNotes
 from finetune.utils.errors import BackendError
 
 PATIENCE = timedelta(seconds=300)
@@ -21,7 +22,7 @@ def test_who_is_ahead_finds_the_store_of_the_process_group(monkeypatch: pytest.M
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    notes = rendezvous_store.RendezvousStore(0, 2, PATIENCE)
+    notes = RankNotes(0, 2, "board", PATIENCE)
     notes.write("made", 1)
     del notes
     gc.collect()
@@ -35,10 +36,9 @@ def test_ranks_whose_inputs_differ_are_named(monkeypatch: pytest.MonkeyPatch) ->
     """What one rank of a machine has read is compared between such ranks; what all have, between all."""
     whole = {"data": {"data.train.0": "a", "the prompts": "b"}, "base": {"model.safetensors": "c"}}
     notes: dict[str, Any] = {"1": ["rank 1", {"data": {**whole["data"]}}]}
-    store = SimpleNamespace(write=notes.__setitem__, read=notes.__getitem__)
-    monkeypatch.setattr(rendezvous_store, "RendezvousStore", lambda *_: store)
+    board = SimpleNamespace(write=notes.__setitem__, wait_for=notes.__getitem__, rank=0, world_size=4)
+    monkeypatch.setattr(rendezvous_store, "open_board", lambda _: board)
     monkeypatch.setattr(rendezvous_store, "from_main", lambda make, _: make())
-    monkeypatch.setenv("WORLD_SIZE", "4")
     notes["2"] = ["rank 2", whole]
     notes["3"] = ["rank 3", {"data": whole["data"], "base": {"model.safetensors": "c"}}]
     assert rendezvous_store.check_inputs(whole, PATIENCE) == whole

@@ -20,7 +20,7 @@ from finetune.monitoring.machine_sampler import MachineMeter, sample_machines
 from finetune.monitoring.metrics import Reporter
 from finetune.monitoring.trackers import Trackers
 from finetune.training.run import BuiltRun
-from finetune.utils.atomic_files import read_lines
+from finetune.utils.atomic_files import read_whole_lines
 
 MIB = 2**20
 OWN = {"pid": os.getpid(), "gpu": None}
@@ -204,7 +204,7 @@ def test_a_run_is_sampled(tmp_path: Path) -> None:
         run.reporter.log_machine, run.checkpoints.step_taken = hear, wait  # type: ignore[method-assign]
 
     done = run_here(mlp(tmp_path / "run", log={"every_steps": 1, "system_every_s": 0.01}), meddle)
-    samples = read_lines(done.directory / "machines.jsonl")
+    samples = read_whole_lines(done.directory / "machines.jsonl").whole
     assert names == ["machine sampler"]
     assert threads() == []
     assert {sample["machine"] for sample in samples} == {0}
@@ -300,7 +300,7 @@ def test_samples_wait_for_a_disk(tmp_path: Path, capsys: pytest.CaptureFixture[s
             reporter.log_machine({"step": step})
         run.mkdir()
     assert capsys.readouterr().err.count("machines.jsonl: No such file or directory. It is kept in memory") == 1
-    assert [line["step"] for line in read_lines(run / "machines.jsonl")] == [1, 2]
+    assert [line["step"] for line in read_whole_lines(run / "machines.jsonl").whole] == [1, 2]
 
 
 def test_trackers_hear_the_newest_sample_with_a_line(tmp_path: Path) -> None:
@@ -315,4 +315,4 @@ def test_trackers_hear_the_newest_sample_with_a_line(tmp_path: Path) -> None:
     told = [{key: value for key, value in line.items() if key != "time"} for line in heard]
     both = {"machine/0/cpu_percent": 3.0, "machine/1/cpu_percent": 2.0}
     assert told == [{"step": 2, "loss": 0.5, **both}, {"step": 2, "loss": 0.25}]
-    assert all("machine" not in key for line in read_lines(tmp_path / "metrics.jsonl") for key in line)
+    assert all("machine" not in key for line in read_whole_lines(tmp_path / "metrics.jsonl").whole for key in line)

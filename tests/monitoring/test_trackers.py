@@ -21,7 +21,7 @@ from recipes_for_tests import base
 
 from finetune.checkpoint.run_history import SAMPLED
 from finetune.monitoring.trackers import Trackers
-from finetune.utils.atomic_files import read_lines, rewrite_lines
+from finetune.utils.atomic_files import read_whole_lines, rewrite_lines
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("trackers")]
 
@@ -173,7 +173,7 @@ def identity(run: Path) -> str:
 
 @pytest.mark.parametrize("read", [of_tensorboard, of_trackio, of_wandb])
 def test_each_tracker_has_each_line_once(run: Path, read: Any) -> None:
-    lines = read_lines(run / "metrics.jsonl")
+    lines = read_whole_lines(run / "metrics.jsonl").whole
     assert [start["from_step"] for start in json.loads((run / "run.json").read_text())["starts"]] == [0, 4]
     found, written, config = read(run)
     machine = {(key, step): value for key, step, value in found if key.startswith("machine/")}
@@ -183,7 +183,7 @@ def test_each_tracker_has_each_line_once(run: Path, read: Any) -> None:
     assert sorted(key[:2] for key in found) == sorted(expected), "each value once"
     for name, step, value in found:
         assert value == pytest.approx(expected[name, step], rel=1e-6)
-    texts, sampled = samples(lines), read_lines(run / "machines.jsonl")
+    texts, sampled = samples(lines), read_whole_lines(run / "machines.jsonl").whole
     # Of two processes on one machine.
     assert {sample["machine"] for sample in sampled} == {0}
     known = {f"machine/0/{key}" for key in (*SAMPLED, "gpu/0/percent")}

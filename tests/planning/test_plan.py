@@ -107,7 +107,6 @@ def test_json_says_the_same(file: Path, capsys: pytest.CaptureFixture[str]) -> N
         assert candidate["peak"] == sum(candidate["parts"].values())
         assert candidate["needed"] > candidate["peak"]
         assert candidate["verdict"] in VERDICTS
-        assert (candidate["fits_with"] is None) == (candidate["verdict"] == "fits")
     assert found["advice"]["cell"]["verdict"] == "fits"
     assert found["work"]["tokens"] == found["work"]["steps"] * 64 * 1024
     assert found["time"]["step_s"] >= found["time"]["compute_s"] > 0
@@ -183,22 +182,9 @@ def test_packing_and_adapters_save_what_they_should() -> None:
 @pytest.mark.parametrize("gpu", ["memory=40,bf16=50", "memory=20,bf16=50", "memory=8,bf16=50"])
 @pytest.mark.parametrize("lora", [None, {"rank": 16}])
 def test_advice_is_true(gpu: str, lora: dict[str, Any] | None) -> None:
-    """What is said to fit with a change, fits with it; what is recommended fits, and nothing simpler does."""
+    """What is recommended fits, with the changes that go with it, and nothing simpler does."""
     wanted = sections(model={"config": {**LLAMA_8B, "num_hidden_layers": 6}}, **({"lora": lora} if lora else {}))
     plan = planned(wanted, gpu)
-    tried = 0
-    for (name, kind), change in plan.cheapest.items():
-        if kind != plan.kind or change == "nothing offered":
-            continue
-        words = change.split()
-        where = words.pop(0) if words[0] in plan.launches else name
-        way = words.pop(0) if words and words[0] in ("LoRA", "QLoRA") else kind
-        other = planned(overridden(wanted, words), gpu)
-        assert other.candidates[where, way].verdict == "fits", (name, change)
-        tried += 1
-    assert tried or all(
-        candidate.verdict == "fits" for (_, kind), candidate in plan.candidates.items() if kind == plan.kind
-    )
     chosen = plan.advice.candidate
     if chosen is None:
         assert "pipeline parallelism is not offered" in plan.advice.reason

@@ -56,13 +56,11 @@ for case in json.loads(Path(sys.argv[1]).read_text()):
             "warnings": met.warnings,
             "problems": met.problems,
             "hosts": [other.host for other in met.machines],
+            "links": {one: {other: vars(link) for other, link in row.items()} for one, row in met.links.items()},
         }
-        if case.get("measure"):
-            found["links"] = {str(pair): vars(link) for pair, link in rendezvous.measure_links(met, 0.1).items()}
         met.store.add("done", 1)
         while facts.rank == 0 and int(met.store.add("done", 0)) < facts.num_machines:
             time.sleep(0.05)  # the store ends with its host
-        met.listener.close()
     except BackendError as error:
         found["text"] = str(error)
         found["took_s"] = time.monotonic() - began

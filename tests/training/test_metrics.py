@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 import architectures as script
 
-from finetune.config.recipe import load_recipe, validate_recipe
+from finetune.config.recipe import validate_recipe
 from finetune.models.forward_wrapper import ForwardWrapper
 from finetune.tasks.causal_lm import CAUSAL_LM, next_token_logits
 from finetune.tasks.metrics import build_metrics, check_metrics, find_metrics, score_predictions
@@ -182,22 +182,11 @@ def classes(**section: Any) -> dict[str, Any]:
             {**texts(metrics=["rouge1"]), "checkpoint": {"keep_best_by": "rouge1"}},
             "keep_best_by: no evaluation has 'rouge1', did you mean 'validation_rouge1'",
         ),
-        ({**texts(), "checkpoint": {"keep_best": True}}, "checkpoint.keep_best: it is `keep_best_by` now"),
     ],
 )
 def test_what_contradicts_is_said(tree: dict[str, Any], said: str) -> None:
     with pytest.raises(RecipeError, match=said):
         validate_recipe(tree, tasks=BUILT_IN)
-
-
-@pytest.mark.parametrize(("old", "new"), [(True, "validation_loss"), (False, None)])
-def test_the_recipe_of_an_older_run_is_read(tmp_path: Path, old: bool, new: str | None) -> None:
-    file = tmp_path / "recipe.yaml"
-    file.write_text(json.dumps({**texts(), "checkpoint": {"keep_best": old}}))
-    with pytest.raises(RecipeError, match=r"checkpoint.keep_best: it is `keep_best_by` now"):
-        load_recipe(file)
-    (tmp_path / "run.json").write_text("{}")
-    assert load_recipe(file).checkpoint.keep_best_by == new
 
 
 def test_what_no_evaluation_has_is_said_before_the_first_step(tmp_path: Path) -> None:

@@ -9,19 +9,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from finetune.config import file_kinds
 from finetune.config.provenance import flat, place_of, places
 from finetune.config.recipe import hint
 from finetune.utils import json_files
 from finetune.utils.errors import BackendError
 from finetune.utils.file_formats import read_text
-from finetune.utils.yaml_files import parse
+from finetune.utils.yaml_files import FAST_LOADER, parse
 
-# libyaml where PyYAML was built with it: ten times as fast.
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-TABLE: dict[str, dict[str, Any]] = parse(Path(__file__).with_name("deepspeed_keys.yaml").read_text("utf-8"), _LOADER)
+_FILE = Path(__file__).with_name("deepspeed_keys.yaml")
+TABLE: dict[str, dict[str, Any]] = parse(_FILE.read_text("utf-8"), FAST_LOADER)
 """What is known of DeepSpeed's keys; the file says what each part means."""
 
 MEANINGS: Mapping[str, tuple[str, str]] = {key: (meaning, unit) for key, (meaning, unit) in TABLE["meanings"].items()}

@@ -413,7 +413,8 @@ def check_processes(
     if problems:
         raise BackendError.of(f"The launch file {file}", problems)
     if (machines := asked.elastic_machines) is not None:
-        requested = min((number * asked.processes_each for number in machines), key=lambda number: abs(number - world))
+        each = requested // asked.num_machines
+        requested = min((number * each for number in machines), key=lambda number: abs(number - world))
     if world != requested:
         why = (
             f": WORLD_SIZE is {world} in the environment, left over from another launch. Unset it."

@@ -8,7 +8,7 @@ from pydantic_core import ErrorDetails
 
 from finetune.config import file_kinds
 from finetune.config.provenance import place_of, places
-from finetune.config.recipe import hint
+from finetune.config.recipe import hint, read_keys
 from finetune.distributed.launch.launch_schema import (
     FROM_COMMAND_LINE,
     KEYS,
@@ -18,14 +18,7 @@ from finetune.distributed.launch.launch_schema import (
     full_name,
     least_of,
 )
-from finetune.utils import json_files
 from finetune.utils.errors import BackendError
-from finetune.utils.file_formats import read_text
-from finetune.utils.shipped_files import LAUNCH_FILES, RECIPES, shipped_names
-from finetune.utils.yaml_files import YamlProblem, parse
-
-_ADVICE = f"Name a file, or one of those that ship in {LAUNCH_FILES}/: {', '.join(shipped_names(LAUNCH_FILES))}."
-_LEAST = f"give one of {', '.join(SECTIONS_OF)}, NO in quotes"
 
 
 def read_launch_file(file: str) -> LaunchFile:
@@ -34,27 +27,7 @@ def read_launch_file(file: str) -> LaunchFile:
     Raises:
         BackendError: If it is no launch file, or says what nothing would read.
     """
-    try:
-        text = read_text(Path(file))
-        tree = json_files.parse(text) if file.endswith(".json") else parse(text)
-    except FileNotFoundError as error:
-        if file in shipped_names(RECIPES):
-            raise BackendError(
-                f"{file} is a recipe that ships, not a launch file. {file_kinds.PLACES[file_kinds.RECIPE]}"
-            ) from error
-        near = hint(file, shipped_names(LAUNCH_FILES))
-        raise BackendError.of(file, [f"There is no launch file {file}{near}"], _ADVICE) from error
-    except YamlProblem as error:
-        raise BackendError(f"{error.at(file)}: this launch file is not valid YAML: {error}.") from error
-    except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise BackendError(f"Cannot read the launch file {file}: {reason}. {_ADVICE}") from error
-    if not isinstance(tree, dict):
-        raise BackendError(
-            f"The launch file {file} holds no keys and values. It needs at least distributed_type: {_LEAST}."
-        )
-    if (other := file_kinds.other_kind(tree, file_kinds.LAUNCH)) is not None:
-        raise BackendError(f"{file}: {other}")
+    tree = read_keys(Path(file), file_kinds.LAUNCH, BackendError)
     problems, kind = [], str(tree.get("distributed_type"))
     for name in SECTIONS:
         if tree.get(name) and kind in SECTIONS_OF and name not in SECTIONS_OF[kind]:
@@ -97,7 +70,7 @@ def _problem(error: ErrorDetails) -> tuple[str, str]:
         known = [key for key in level.model_fields if key not in FROM_COMMAND_LINE]
         return key, f"unknown key{hint(name, known) or ' (allowed: ' + ', '.join(known) + ')'}"
     if kind == "missing":
-        return key, "missing" + (f"; {_LEAST}" if key == "distributed_type" else "")
+        return key, f"missing; give one of {', '.join(SECTIONS_OF)}, NO in quotes"
     got, text = "null" if value is None else repr(value), isinstance(value, str)
     if kind == "model_type":
         return key, f"must hold keys and values, got {got}"

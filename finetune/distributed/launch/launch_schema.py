@@ -270,11 +270,6 @@ class LaunchFile(LaunchSection):
         return found
 
     @property
-    def processes_each(self) -> int:
-        """Processes on each machine."""
-        return (self.num_processes or 1) // self.num_machines
-
-    @property
     def elastic_machines(self) -> range | None:
         """The numbers of machines that an elastic launch may have; None for other launches, and if they are none."""
         least, _, most = (self.nnodes or "").partition(":")

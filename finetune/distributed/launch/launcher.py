@@ -244,7 +244,6 @@ def _meet() -> "Heartbeat | None":
         print_error(error)
         meeting.tell_late_ones()
         return None
-    met.listener.close()
     for warning in met.warnings:
         to_stderr(f"Warning: {warning}")
     os.environ.update(network_interface.interface_variables(met.interface, os.environ))

@@ -6,7 +6,7 @@ import platform
 import socket
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,22 +23,20 @@ CLOCK_S = 30.0
 _OWN = ("machine_rank", "main_process_ip", "main_process_port", "deepspeed_config.deepspeed_config_file")
 _OWN_IN_RECIPE = ("data.cache_dir",)
 
-_ADVICE = {
-    "recipe": "Start the same command, with the same recipe and values, on every machine.",
-    "launch": "Start with the same launch file and options on every machine; only machine_rank is its own.",
-    "code": "Install the same finetune on every machine.",
-    "own_code": "Copy the same files to every machine.",
-    "versions": "Install the same versions on every machine: `make setup`, or one container image.",
-    "devices": "Start on machines of one kind.",
-}
-
-_TITLES = {
-    "recipe": "Recipe",
-    "launch": "Launch file and options",
-    "code": "Files of finetune",
-    "own_code": "Code that the recipe names",
-    "versions": "Versions",
-    "devices": "Devices",
+# What is compared, each with its title in messages and with advice.
+_COMPARED = {
+    "launch": (
+        "Launch file and options",
+        "Start with the same launch file and options on every machine; only machine_rank is its own.",
+    ),
+    "recipe": ("Recipe", "Start the same command, with the same recipe and values, on every machine."),
+    "code": ("Files of finetune", "Install the same finetune on every machine."),
+    "own_code": ("Code that the recipe names", "Copy the same files to every machine."),
+    "versions": (
+        "Versions",
+        "Install the same versions on every machine: `make setup`, or one container image.",
+    ),
+    "devices": ("Devices", "Start on machines of one kind."),
 }
 
 _SHOWN = 6
@@ -74,15 +72,11 @@ class MachineFacts:
     problem: str = ""
     """Why it cannot take part, if it cannot."""
 
-    def to_json(self) -> dict[str, Any]:
-        """Returns the facts as JSON has them."""
-        return asdict(self)
-
     @classmethod
     def of_here(cls, recipe: Mapping[str, Any], **facts: Any) -> Self:
         """Returns the facts of this machine that follow from a recipe and from what is installed, and those given."""
         return cls(
-            host=host_name(),
+            host=os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
             recipe={key: value for key, value in flat(recipe).items() if key not in _OWN_IN_RECIPE},
             code=code_digests(),
             own_code=own_code_digests(recipe),
@@ -142,25 +136,19 @@ def gpu_names() -> list[str]:
     return [torch.cuda.get_device_name(index) for index in range(count)]
 
 
-def host_name() -> str:
-    """Returns the name by which messages call this machine."""
-    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-
-
 def find_differences(machines: Sequence[MachineFacts]) -> list[str]:
     """Returns sentences on what machines differ in, so that they must not start; none if they agree."""
-    said = []
-    for section in ("launch", "recipe", "code", "own_code", "versions", "devices"):
+    sentences, first = [], machines[0]
+    for section, (title, advice) in _COMPARED.items():
         grouped: dict[str, list[int]] = defaultdict(list)
-        first = machines[0]
         for other in machines[1:]:
             for difference in _differences(section, first, other):
                 grouped[difference].append(other.rank)
         if grouped:
-            parts = [part.format(named_machines(ranks)) for part, ranks in grouped.items()]
-            more = f"; and {len(parts) - _SHOWN} more" if len(parts) > _SHOWN else ""
-            said.append(f"{_TITLES[section]}: {'; '.join(parts[:_SHOWN])}{more}. {_ADVICE[section]}")
-    return said
+            texts = [text.format(named_machines(ranks)) for text, ranks in grouped.items()]
+            more = f"; and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
+            sentences.append(f"{title}: {'; '.join(texts[:_SHOWN])}{more}. {advice}")
+    return sentences
 
 
 def _differences(section: str, first: MachineFacts, other: MachineFacts) -> Iterator[str]:

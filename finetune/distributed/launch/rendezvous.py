@@ -17,7 +17,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -27,6 +27,7 @@ from finetune.distributed.launch.machine_facts import MachineFacts, capital, nam
 from finetune.distributed.launch.machine_links import Link, LinkListener
 from finetune.distributed.launch.network_interface import NetworkInterface, bare_host, find_interface, named_interface
 from finetune.distributed.launch.predicted_environment import PredictedEnvironment, predict_environment
+from finetune.utils.bounded_work import ends_within
 from finetune.utils.errors import BackendError, FinetuneError
 from finetune.utils.exit_codes import USER_ERROR, print_error
 
@@ -167,8 +168,6 @@ class Rendezvous:
     problems: list[str]
     """Sentences on what stands in the way; none unless the meeting was told to go on."""
     warnings: list[str]
-    listener: LinkListener
-    token: bytes
 
 
 class Meeting:
@@ -224,24 +223,23 @@ class Meeting:
             while time.monotonic() < until and int(store.add("told", 0)) < others:
                 time.sleep(_POLL_S)
 
-        with suppress(TimeoutError, RuntimeError):
-            _within(_LINGER_S + 1, wait)
+        ends_within(_LINGER_S + 1, wait)
 
     def _run(self) -> None:
         try:
             self._found = self._meet()
         except (BackendError, OSError, RuntimeError, ValueError) as error:
-            known = isinstance(error, BackendError)
-            self._found = error if known else BackendError(f"{self._lost()} ({_short(error)}).")
+            plan, known = self._plan, isinstance(error, BackendError)
+            self._found = (
+                error
+                if known
+                else BackendError(
+                    f"Machine {plan.facts.rank} has lost machine 0 at {plan.host} port {plan.port} while it waited for "
+                    f"{self._awaited}: `finetune {plan.facts.verb}` has ended there, whose output says why, or another "
+                    f"program listens at that port. Nothing was started ({_short(error)})."
+                )
+            )
             self._found.__cause__ = None if known else error
-
-    def _lost(self) -> str:
-        plan = self._plan
-        return (
-            f"Machine {plan.facts.rank} has lost machine 0 at {plan.host} port {plan.port} while it waited for "
-            f"{self._awaited}: `finetune {plan.facts.verb}` has ended there, whose output says why, or another program "
-            "listens at that port. Nothing was started"
-        )
 
     def _meet(self) -> Rendezvous:
         interface, problem = self._open()
@@ -262,7 +260,7 @@ class Meeting:
         )
         store, number = self._store, int(self._store.add("joined", 1))
         store.set(f"alive/{number}", "0")
-        store.set(f"facts/{number}", json.dumps(own.to_json()))
+        store.set(f"facts/{number}", json.dumps(asdict(own)))
         judge = _Judge(store, plan, self._deadline) if own.rank == 0 and interface.reaches_itself else None
         if judge is None:
             # Machine 0 may have started later, and then waits longer.
@@ -299,7 +297,8 @@ class Meeting:
             for rank, row in reached["links"].items()
         }
         problems = [*verdict["problems"], *reached["problems"]]
-        return Rendezvous(plan, store, machines, interface, links, problems, reached["warnings"], listener, token)
+        listener.close()
+        return Rendezvous(plan, store, machines, interface, links, problems, reached["warnings"])
 
     def _open(self) -> tuple[NetworkInterface, str]:
         """Opens the store; returns the interface that it is reached by, and why this machine cannot take part."""
@@ -317,7 +316,8 @@ class Meeting:
         except BackendError as error:
             # The others may know that name by another address, and wait there.
             self._store = self._host("127.0.0.1")
-            self._refuse(str(error))
+            problem = f"machine 0 ({plan.facts.host}): {error}"
+            self._store.set("verdict", json.dumps({"ends": True, "problems": [problem]}))
             raise
         if found.reaches_itself:
             self._store = self._host(found.peer)
@@ -339,11 +339,6 @@ class Meeting:
                 time.sleep(_POLL_S)
         self._store = self._connect(found.peer)
         return found, problem
-
-    def _refuse(self, problem: str) -> None:
-        """Writes a verdict before anybody has come."""
-        named = f"machine 0 ({self._plan.facts.host}): {problem}"
-        self._store.set("verdict", json.dumps({"ends": True, "problems": [named]}))
 
     def _host(self, address: str) -> Any:
         plan = self._plan
@@ -407,71 +402,6 @@ def _store(address: str, port: int, *, host: bool) -> Any:
         multi_tenant=host,  # torchrun's own store of this process shares the port
     )
     return torch_stores.PrefixStore("finetune/machines", store)
-
-
-def _within(limit_s: float, call: Callable[[], None]) -> None:
-    """Calls a function in a thread, whose end is not waited for beyond a limit."""
-    failed: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            call()
-        except BaseException as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=run, name="store", daemon=True)
-    thread.start()
-    thread.join(limit_s)
-    if thread.is_alive():
-        raise TimeoutError(f"no end within {limit_s:g} s")
-    if failed:
-        raise failed[0]
-
-
-def measure_links(met: Rendezvous, seconds: float = 0.5) -> dict[tuple[int, int], Link]:
-    """Measures the connections between all machines; every machine calls it.
-
-    Args:
-        seconds: How long to send over each; no machine sends over two at a time.
-
-    Returns:
-        Each connection once, by the ranks of both machines, the smaller first.
-
-    Raises:
-        BackendError: If a machine no longer answers.
-    """
-    store, own, number = met.store, met.plan.facts.rank, len(met.machines)
-    found: dict[tuple[int, int], Link] = {}
-
-    def measure() -> None:
-        for turn, pairs in enumerate(machine_links.rounds(number)):
-            for pair in (pair for pair in pairs if pair[0] == own):
-                other = met.machines[pair[1]]
-                link = machine_links.try_link(other.address, other.port, other.rank, met.token, measure_s=seconds)
-                store.set(f"speed/{pair}", json.dumps(asdict(link)))
-            _all_at(store, f"turn/{turn}", number)
-            found.update({pair: Link(**json.loads(store.get(f"speed/{pair}"))) for pair in pairs})
-        # The store ends with machine 0.
-        store.add("measured", 1)
-        if own == 0:
-            _all_at(store, "measured", number, come=True)
-
-    try:
-        _within(8 * machine_links.CONNECT_S * number, measure)
-    except (OSError, RuntimeError) as error:
-        raise BackendError(f"A machine no longer answers while connections are measured: {error}.") from error
-    return found
-
-
-def _all_at(store: Any, place: str, number: int, *, come: bool = False) -> None:
-    """Waits until so many machines have come to a place; `come`: this one is counted already."""
-    deadline = time.monotonic() + 8 * machine_links.CONNECT_S
-    if not come:
-        store.add(place, 1)
-    while int(store.add(place, 0)) < number:
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"not all machines have come to {place}")
-        time.sleep(_POLL_S)
 
 
 def _short(error: Exception) -> str:
@@ -554,7 +484,7 @@ class _Judge:
         verdict = {
             "ends": ends,
             "problems": problems,
-            "machines": [facts.to_json() for facts in machines],
+            "machines": [asdict(facts) for facts in machines],
             "token": secrets.token_hex(16),
         }
         self._store.set("verdict", json.dumps(verdict))

@@ -102,18 +102,17 @@ def gather_rows(part: torch.Tensor, rows: RowGroup) -> torch.Tensor:
             f"The launch file splits rows over {size} ranks (sp_size), each of which attends whole rows with a "
             f"part of the {heads} attention heads. Set sp_size to a number that divides them: {sizes}."
         )
-    found = _exchange(part, rows)
-    rows.parts = found.shape[2] // part.shape[2]
-    return found
+    heads_of_rows = exchange(part, rows)
+    rows.parts = heads_of_rows.shape[2] // part.shape[2]
+    return heads_of_rows
 
 
-def gather_heads(found: torch.Tensor, rows: RowGroup) -> torch.Tensor:
-    """Exchanges some heads of whole rows, (B, T, H / N, E), for all heads of a part of each row, (B, T / N, H, E)."""
-    return _exchange(found, rows)
+def exchange(values: torch.Tensor, rows: RowGroup) -> torch.Tensor:
+    """Splits the second dimension over the group, and joins the third; gradients go the other way.
 
-
-def _exchange(values: torch.Tensor, rows: RowGroup) -> torch.Tensor:
-    """Splits the second dimension over the group, and joins the third; gradients go the other way."""
+    Of what `gather_rows` has returned, after attention has turned it, (B, T, H / N, E), it makes all heads of a part of
+    each row, (B, T / N, H, E).
+    """
     return apply_passes(values, partial(_all_to_all, rows, 1, 2), partial(_all_to_all, rows, 2, 1))
 
 
