@@ -16,7 +16,6 @@ from finetune.planning.activation_memory import StepSetting
 from finetune.planning.launch_candidates import Candidate
 from finetune.planning.model_shapes import KINDS
 
-
 Make = Callable[[str, str, StepSetting], Candidate]
 """A candidate, of a launch file's name, a way to train and a setting."""
 

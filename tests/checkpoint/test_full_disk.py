@@ -18,7 +18,7 @@ import torch
 import yaml
 from external_commands import require
 from forkserver import ForkServer
-from harness import environment
+from harness import environment, read_lines
 from inside import Done, alone, at_step, mlp, run_here
 from ranks import PARAGRAPH
 from safetensors.torch import load_file
@@ -28,7 +28,7 @@ from finetune.checkpoint.checkpoint_store import open_store, step_of
 from finetune.checkpoint.save_checkpoint import CheckpointWriter
 from finetune.training import entry_point, loop
 from finetune.training.run import BuiltRun
-from finetune.utils.atomic_files import Journal, read_lines
+from finetune.utils.atomic_files import Journal
 from finetune.utils.errors import CheckpointError
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("full_disk")]

@@ -11,7 +11,7 @@ import own_task
 import pytest
 import torch
 import yaml
-from harness import ROOT, environment
+from harness import ROOT, environment, read_lines
 from inside import Crash, Done, copy, crash_after, forge, forge_state, mlp, run_here, stop_after
 
 from finetune.checkpoint import run_directory
@@ -19,7 +19,6 @@ from finetune.checkpoint.run_history import read_run
 from finetune.diagnostics.parity.compare import compare_runs, read_finished
 from finetune.diagnostics.watch_and_list import list_runs
 from finetune.export import find_weights
-from finetune.utils.atomic_files import read_lines
 from finetune.utils.errors import CheckpointError, RecipeError
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("resume")]

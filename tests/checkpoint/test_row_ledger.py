@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import yaml
 from forkserver import ForkServer
+from harness import read_lines
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from inside import Done, at_step, copy, mlp, run_here, stop_after
@@ -19,7 +20,6 @@ from finetune.checkpoint import row_ledger
 from finetune.cli import main
 from finetune.data.rows.feed import TokenFileFeed
 from finetune.data.rows.row_order import rows_at
-from finetune.utils.atomic_files import read_lines
 from finetune.utils.errors import CheckpointError, RecipeError
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("ledger")]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import read_lines
 from inside import Done, at_step, mlp, run_here, stop_after
 from safetensors import safe_open
 
@@ -19,7 +20,6 @@ from finetune.checkpoint.integrity import NewFile
 from finetune.checkpoint.save_checkpoint import CheckpointWriter
 from finetune.models.forward_wrapper import unwrap
 from finetune.training.run import BuiltRun
-from finetune.utils.atomic_files import read_lines
 from finetune.utils.errors import CheckpointError
 
 pytestmark = pytest.mark.timeout(120)

@@ -14,14 +14,14 @@ import datasets
 import filelock
 import numpy as np
 import pytest
-from harness import RUN_S
+from harness import RUN_S, read_lines
 
 from finetune.config.recipe import validate_recipe
 from finetune.data.prepare import PreparedData, prepare_data
 from finetune.data.prepared_cache import STATE_VERSION, Cache
 from finetune.data.sources import corpus
 from finetune.data.tokenization import token_files, tokenizer
-from finetune.utils.atomic_files import digest_of, file_digest, read_lines
+from finetune.utils.atomic_files import digest_of, file_digest
 from finetune.utils.errors import DataError
 from tests.support.ranks import Place
 

@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 import yaml
-from harness import Launcher, Result, assert_same_path
+from harness import Launcher, Result, assert_same_path, read_lines
 from machines import Machine, Machines, Program, address
 from ranks import PARAGRAPH, by_finetune, launch_file
 from recipes_for_tests import SGD, base
 from testdata import MODEL
-
-from finetune.utils.atomic_files import read_lines
 
 pytestmark = [pytest.mark.machines, pytest.mark.xdist_group("machines_shapes")]
 

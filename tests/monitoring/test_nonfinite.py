@@ -15,6 +15,7 @@ import pytest
 import torch
 import yaml
 from forkserver import ForkServer
+from harness import read_lines
 from inside import OneRank, mlp, run_here, stop_after
 from ranks import PARAGRAPH
 from safetensors.torch import load_file
@@ -26,7 +27,6 @@ from finetune.export import model_card
 from finetune.export.find_weights import WeightSource
 from finetune.monitoring.nonfinite import NonFiniteGuard
 from finetune.monitoring.step_all_reduce import AsyncScalar, StepOutput
-from finetune.utils.atomic_files import read_lines
 from finetune.utils.errors import DivergedError
 
 pytestmark = pytest.mark.xdist_group("nonfinite")

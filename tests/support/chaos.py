@@ -25,14 +25,13 @@ from typing import Any
 
 import yaml
 from forkserver import ForkServer, until
-from harness import ROOT, RUN_S, WAIT_S, environment
+from harness import ROOT, RUN_S, WAIT_S, environment, read_lines
 from inside import mlp
 from ranks import by_finetune
 
 from finetune.checkpoint import integrity, row_ledger
 from finetune.checkpoint.checkpoint_store import CheckpointStore, name_of, open_store, sealed_name, step_of
 from finetune.utils import errors
-from finetune.utils.atomic_files import read_lines
 from finetune.utils.exit_codes import REQUEUE
 
 STEPS, KEEP, EVERY = 24, 2, 3

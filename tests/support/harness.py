@@ -39,8 +39,7 @@ class Result:
 
     @functools.cached_property
     def metrics(self) -> list[dict[str, Any]]:
-        text = (self.directory / "metrics.jsonl").read_text(encoding="utf-8")
-        return [json.loads(line) for line in text.splitlines()]
+        return read_lines(self.directory / "metrics.jsonl")
 
     @property
     def steps(self) -> list[dict[str, Any]]:
@@ -64,6 +63,11 @@ class Result:
     def check(self) -> "Result":
         assert self.code == 0, self.output[-6000:]
         return self
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of a journal."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def environment(**extra: str) -> dict[str, str]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from accelerate.state import AcceleratorState, GradientState
+from harness import read_lines
 from safetensors.torch import load_file
 
 from finetune.checkpoint import run_directory
@@ -20,7 +21,7 @@ from finetune.distributed.mesh import DIMENSIONS, Group, Mesh
 from finetune.training.build_run import build_run
 from finetune.training.loop import train
 from finetune.training.run import BuiltRun
-from finetune.utils.atomic_files import digest_of, read_lines
+from finetune.utils.atomic_files import digest_of
 
 
 def mlp(directory: Path, **sections: Any) -> dict[str, Any]:
