@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import torch
+from own_task import Points
 from torch import nn
 from torch.nn import functional
 
@@ -12,22 +13,13 @@ from finetune.tasks.task import Task, TaskData
 CLASSES = 4
 
 
-class Digits:
+class Digits(Points):
     """Rows of 64 numbers that have one of four classes: 8 vectors of 8, or an image of 8 by 8."""
 
     def __init__(self, count: int, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.inputs = torch.randn(count, 64, generator=generator)
         self.targets = self.inputs.view(count, CLASSES, 16).sum(-1).argmax(-1)
-
-    def __len__(self) -> int:
-        return len(self.inputs)
-
-    def batch(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
-        return {"inputs": self.inputs[rows], "targets": self.targets[rows]}
-
-    def num_targets(self, rows: np.ndarray) -> int:
-        return len(rows)
 
 
 class Tokens(Digits):
