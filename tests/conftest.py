@@ -1,5 +1,6 @@
 import gc
 import os
+import re
 import shutil
 import signal
 import tempfile
@@ -59,8 +60,8 @@ MAY_LACK = (
 PROGRAMS_CI_MAY_LACK = {"chromedriver", "chromium", "ip", "nft", "sbatch", "slurmctld", "slurmd"}
 MOST_ON_REAL_DATA = 10
 
-# What `make test-quick` runs, in at most 4 minutes on 2 cores: a run of each launch kind, resume, LoRA and QLoRA,
-# export, the errors, and what rests on names and behaviour of the libraries.
+# What `make test-quick` runs, in at most 4 minutes on 2 cores: a run of each launch kind, a test of each row of the
+# support matrix, resume, LoRA and QLoRA, export, the errors, and what rests on names and behaviour of the libraries.
 QUICK = {
     *(
         "test_every_launch_kind",
@@ -95,11 +96,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item.path.stem != "test_every_launch_kind"]
     if config.option.dist == "loadgroup" or "PYTEST_XDIST_WORKER" in os.environ:
         durations.longest_first(items)
+    rows: set[str] = set()
+    if "quick" in config.option.markexpr:
+        from support_matrix import quick_proofs
+
+        rows = quick_proofs()
     wanted = any(item.get_closest_marker("machines") is not None for item in items)
     there["machines"] = not (lack := machines.lacking() if wanted else None)
     for item in items:
+        # xdist adds the group.
+        plain = re.sub(r"@[^\]]*$", "", item.nodeid)
         # The op for NVMe alone takes three minutes to compile.
-        if item.path.stem in QUICK and item.get_closest_marker("nvme") is None:
+        if (item.path.stem in QUICK or plain in rows) and item.get_closest_marker("nvme") is None:
             item.add_marker(pytest.mark.quick)
         for marker, reason in NEEDS.items():
             if item.get_closest_marker(marker) is not None and not there[marker]:

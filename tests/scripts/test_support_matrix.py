@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import support_matrix
 from harness import ROOT, environment, run
-from support_matrix import FEATURES, LAUNCHES, PROOFS, Feature, Mark, mark, proofs
+from support_matrix import FEATURES, LAUNCHES, PROOFS, Feature, Mark, mark, proofs, quick_proofs
 
 from finetune.config.recipe import validate_recipe
 from finetune.distributed.strategies import refusals
@@ -28,7 +28,7 @@ def test_the_page_is_what_dry_runs_say() -> None:
 
 
 def test_every_test_that_it_names_is_there(request: pytest.FixtureRequest) -> None:
-    named = set(proofs().values())
+    named = {*proofs().values(), *quick_proofs()}
     # As xdist names those of a group. A session of some files collects the others apart.
     session = {re.sub(r"@[^\]]*$", "", item.nodeid) for item in request.session.items}
     if named <= session:

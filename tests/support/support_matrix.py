@@ -317,6 +317,23 @@ def proofs() -> dict[frozenset[str], str]:
     return found
 
 
+def quick_proofs() -> set[str]:
+    """A test of each feature that needs no GPU: under FSDP2 where there is one, since those share a launch."""
+    chosen: set[str] = set()
+    covered: set[str] = set()
+    shown = [(*row[:2], set(row[2].split())) for row in PROOFS if "test_gpu" not in row[0]]
+    # The last features come with others.
+    for feature in reversed(FEATURES):
+        rows = [row for row in shown if feature in row[2]]
+        if feature in covered or not rows:
+            continue
+        test, launches, features = next((row for row in rows if "fsdp" in row[1].split()), rows[0])
+        names = launches.removeprefix("=").split()
+        chosen.add(f"tests/{test.format('fsdp' if 'fsdp' in names else names[-1])}")
+        covered |= features
+    return chosen
+
+
 def mark(launch: str, *names: str) -> Mark:
     """Looks at one or two features under a launch file."""
     features = [FEATURES[name] for name in names]
