@@ -67,15 +67,15 @@ def run_guarded(verb: Callable[[], int | None]) -> int:
             except KeyboardInterrupt as error:
                 # A launcher ends the other ranks of one that has failed, which has said why.
                 return signals.say_interrupted(error, quiet=_failure_is_said())
-            except Exception as error:
-                if not isinstance(error, BrokenPipeError):
-                    if (explained := _explain_open_files(error)) is None:
-                        raise
-                    print_error(explained)
-                    return USER_ERROR
+            except BrokenPipeError:
                 # Whoever read the output (`| head`) has seen enough. Nothing is left to flush at exit either.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 0
+                return 0
+            except Exception as error:
+                if (explained := _explain_open_files(error)) is None:
+                    raise
+                print_error(explained)
+                return USER_ERROR
     except KeyboardInterrupt as error:  # it came before signals were handled, and was held back until then
         return signals.say_interrupted(error)
 

@@ -10,6 +10,7 @@ last checkpoint is whole.
 """
 
 import json
+import math
 import os
 import signal
 import sys
@@ -121,18 +122,19 @@ class Heartbeat:
         self._wake.set()
         self._said_word.wait(2 * _COUNT_S)
         if self._own == 0:
-            # Others learn from the store how this ended.
+            # Others learn from the store how this ended, until all have left, or after a failure no longer count.
             before = self._ending
-            limit = self._timeout_s if before is None else _END_S
-            self._wait(limit, lambda: self._ending is not before or self._nobody_listens(before is not None))
+            limit, still_s = (self._timeout_s, math.inf) if before is None else (_END_S, 3 * _COUNT_S)
+            self._wait(
+                limit,
+                lambda: (
+                    self._ending is not before
+                    or all(n in self._left or time.monotonic() - at > still_s for n, (_, at) in self._counts.items())
+                ),
+            )
             self._print_news(code)
         self._over.set()
         return code if self._ending is None else self._ending.code
-
-    def _nobody_listens(self, failed: bool) -> bool:
-        """Tells if all others have left, or after a failure no longer count either."""
-        now = time.monotonic()
-        return all(rank in self._left or (failed and now - at > 3 * _COUNT_S) for rank, (_, at) in self._counts.items())
 
     def _wait(self, limit_s: float, done: Callable[[], bool]) -> None:
         until = time.monotonic() + limit_s
