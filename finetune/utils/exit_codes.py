@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import resource
+import signal
 import sys
 import time
 import traceback
@@ -195,3 +196,14 @@ def say_failure(error: Exception) -> int:
         return LOST_RANK if orphan_watch.on_several_machines() else 1
     to_stderr(f"\nRank {rank} failed:\n{''.join(traceback.format_exception(error)).rstrip()}")
     return 1
+
+
+def how_ended(code: int) -> str:
+    """Returns how a process has ended, by the exit code that Python gives it: negative for a signal."""
+    kernel = " (so does the kernel when memory runs out)" if code == -signal.SIGKILL else ""
+    return f"was ended by {signal.Signals(-code).name}{kernel}" if code < 0 else f"ended with exit code {code}"
+
+
+def shell_code(code: int) -> int:
+    """Returns the exit code that a shell has for such a process."""
+    return 128 - code if code < 0 else code

@@ -12,7 +12,6 @@ last checkpoint is whole.
 import json
 import math
 import os
-import signal
 import sys
 import threading
 import time
@@ -22,7 +21,7 @@ from dataclasses import dataclass, replace
 
 from finetune.distributed.launch.machine_facts import capital
 from finetune.distributed.launch.rendezvous import Rendezvous
-from finetune.utils.exit_codes import LOST_RANK, REQUEUE, USER_ERROR
+from finetune.utils.exit_codes import LOST_RANK, REQUEUE, USER_ERROR, how_ended, shell_code
 
 _COUNT_S, _WATCH_S = 1.0, 0.25
 # A thread that wakes so late stood still itself, and could hear nobody.
@@ -97,11 +96,8 @@ class Heartbeat:
             self._lost_ranks |= LOST_RANK in codes
             return
         local, code = failed[0]
-        hint = " (so does the kernel when memory runs out)" if code == -signal.SIGKILL else ""
-        how = f"was ended by {signal.Signals(-code).name}{hint}" if code < 0 else f"ended with exit code {code}"
-        rank = self._own * len(codes) + local
-        text = f"The worker of rank {rank} on {self._machines[self._own].place} {how}; its output there says more."
-        self._tell(_Ending(f"{text}{_LAST}", 128 - code if code < 0 else code))
+        who = f"The worker of rank {self._own * len(codes) + local} on {self._machines[self._own].place}"
+        self._tell(_Ending(f"{who} {how_ended(code)}; its output there says more.{_LAST}", shell_code(code)))
 
     def finish(self, code: int) -> int:
         """Ends the heartbeats of a launch whose workers have ended; returns the exit code of this launcher.
