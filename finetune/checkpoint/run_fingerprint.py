@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from finetune.config import path_kinds
+from finetune.config.provenance import flat
 from finetune.config.recipe import hint
 from finetune.config.recipe_schema import ModelSection, Recipe
 from finetune.data.rows.row_order import RowOrder
@@ -57,11 +58,9 @@ def identity_of(recipe: Recipe, order: RowOrder, base: dict[str, Any] | None) ->
     """
     tree = recipe.model_dump(mode="json")
     scaling = ("rope_scaling",) if recipe.model.rope_scaling is not None else ()
-    facts: dict[str, Any] = {}
-    for name in ("task", "optim", "schedule", "lora"):
-        facts |= _flatten(name, tree.get(name))
-    for name in ("config", "freeze", "quantization", "double_quantization", "fp8", *scaling):
-        facts |= _flatten(f"model.{name}", tree["model"][name])
+    facts = flat({name: tree[name] for name in ("task", "optim", "schedule", "lora")})
+    of_model = ("config", "freeze", "quantization", "double_quantization", "fp8", *scaling)
+    facts |= flat({name: tree["model"][name] for name in of_model}, "model.")
     if base is not None:
         # Not its name: on another machine the same model lies elsewhere.
         facts["model.name"] = base["digest"]
@@ -138,12 +137,6 @@ def _digest(file: Path, cache: Path) -> str:
             cache.mkdir(parents=True, exist_ok=True)
             write_json(kept, {"file": str(file), "facts": before, "digest": found})
     return found
-
-
-def _flatten(prefix: str, value: Any) -> dict[str, Any]:
-    if isinstance(value, dict) and value:
-        return {key: leaf for name, part in value.items() for key, leaf in _flatten(f"{prefix}.{name}", part).items()}
-    return {prefix: value}
 
 
 def compare_identities(saved: dict[str, Any], now: dict[str, Any], allowed: Iterable[str], *, place: str) -> list[str]:

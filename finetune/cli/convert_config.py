@@ -346,7 +346,7 @@ def _factory_source(conversion: _Conversion, place: str, name: str) -> list[Valu
 
 
 def _torchtune_source(conversion: _Conversion, place: str, entry: Mapping[str, Any]) -> list[Values]:
-    builder, builders = str(entry.get("_component_")).rpartition(".")[2], peer_table().torchtune_data
+    builder, builders = str(entry.get("_component_")).rpartition(".")[2], peer_table()["torchtune_data"]
     if builder not in builders:
         raise _NotCarried(f"{builder} is not read; known are {', '.join(builders)}")
     usual, columns = builders[builder], entry.get("column_map") or {}
@@ -420,13 +420,13 @@ def convert_config(file: Path, tool: str | None, folder: Path, devices: int | No
     if tool == "torchtune":
         given = flat({key: value for key, value in tree.items() if key not in ("dataset", "dataset_val")})
         given |= {key: tree[key] for key in ("dataset", "dataset_val") if key in tree}
-    conversion = _Conversion(tool, file, given, {**peer_table().fixed[tool]})
-    own = {key: value for key, value in peer_table().defaults[tool].items() if given.get(key) is None}
+    conversion = _Conversion(tool, file, given, {**peer_table()["fixed"][tool]})
+    own = {key: value for key, value in peer_table()["defaults"][tool].items() if given.get(key) is None}
     rows = {key: find_peer_key(tool, key) for key in (*given, *own)}
     told = {row.here for key, row in rows.items() if row is not None and row.here and given.get(key)}
     defaults = {key: value for key, value in own.items() if (row := rows[key]) and row.here not in told}
     values = {**given, **defaults}
-    for key in sorted(values, key=lambda key: peer_table().keys.index(row) if (row := rows[key]) else -1):
+    for key in sorted(values, key=lambda key: peer_table()["keys"].index(row) if (row := rows[key]) else -1):
         conversion.carry(key, values[key])
     said = given.get("num_processes")
     devices = devices or (said if isinstance(said, int) else 1)

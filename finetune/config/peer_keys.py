@@ -54,34 +54,26 @@ def json_word(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-@dataclass(frozen=True)
-class PeerTable:
-    """The table; the file says what each part means."""
-
-    tools: Mapping[str, str]
-    keys: tuple[PeerKey, ...]
-    defaults: Mapping[str, Mapping[str, Any]]
-    fixed: Mapping[str, Mapping[str, Any]]
-    torchtune_data: Mapping[str, Mapping[str, Any]]
-
-
 @cache
-def peer_table() -> PeerTable:
-    """Returns the table. Reading it takes a moment, so only what needs it calls this."""
+def peer_table() -> dict[str, Any]:
+    """Returns the table, with rows as `PeerKey`; the file says what each part means.
+
+    Reading it takes a moment, so only what needs it calls this.
+    """
     text = Path(__file__).with_name("peer_keys.yaml").read_text(encoding="utf-8")
     found = parse(text, FAST_LOADER)
     rows = [{**row, "keys": tuple(row["keys"].split()), "of": tuple(row["of"].split())} for row in found["keys"]]
-    return PeerTable(**{**found, "keys": tuple(PeerKey(**row) for row in rows)})
+    return {**found, "keys": [PeerKey(**row) for row in rows]}
 
 
 def tool_name(tool: str) -> str:
     """Returns a tool's name as its makers write it."""
-    return peer_table().tools[tool]
+    return str(peer_table()["tools"][tool])
 
 
 def find_peer_key(tool: str, key: str) -> PeerKey | None:
     """Returns the row about a tool's key; None if the table does not know the key."""
-    rows = peer_table().keys
+    rows: list[PeerKey] = peer_table()["keys"]
     own = [row for row in rows if tool in row.of]
     inherited = [row for row in rows if tool in _TRAINERS and "transformers" in row.of]
     return next((row for row in (*own, *inherited) if row.matches(key)), None)
@@ -89,7 +81,7 @@ def find_peer_key(tool: str, key: str) -> PeerKey | None:
 
 def called_here(key: str) -> str | None:
     """Returns what the tools' key is called here, for each meaning that it has; None if no tool has it."""
-    rows = [row for row in peer_table().keys if row.matches(key)]
+    rows: list[PeerKey] = [row for row in peer_table()["keys"] if row.matches(key)]
     named = [row for row in rows if key in row.keys]
     return "; ".join(row.said(key) for row in named or rows) or None
 
@@ -99,6 +91,6 @@ def count_keys(tree: Mapping[Any, Any]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for tool in CONVERTED:
         owners = {tool, *(("transformers",) if tool in _TRAINERS else ())}
-        names = {name for row in peer_table().keys if owners & {*row.of} for name in row.keys}
+        names = {name for row in peer_table()["keys"] if owners & {*row.of} for name in row.keys}
         found[tool] = sorted(names & {*map(str, tree), *flat({str(key): value for key, value in tree.items()})})
     return found

@@ -85,16 +85,6 @@ def concerns_key(override: str, key: str) -> bool:
     return name == key or key.startswith(f"{name}.") or name.startswith(f"{key}.")
 
 
-def gives_key(recipe: Recipe, key: str) -> bool:
-    """Tells if a recipe gives a key, instead of leaving it at its default."""
-    section: Any = recipe
-    for name in key.split("."):
-        if section is None or name not in section.model_fields_set:
-            return False
-        section = getattr(section, name)
-    return True
-
-
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Returns dotted keys and their values; items of a list of mappings are numbered: `data.train.0.path`."""
     found: dict[str, Any] = {}

@@ -255,8 +255,8 @@ def read_keys(file: Path, kind: str, error_class: type[FinetuneError]) -> dict[s
     tree = {} if tree is None else tree
     if not isinstance(tree, dict):
         raise error_class(f"{file} must hold keys and values, got {_kind(tree)}.")
-    if (problem := file_kinds.other_kind(tree, kind)) is not None:
-        raise error_class(f"{file}: {problem}")
+    if (mistaken := file_kinds.other_kind(tree, kind)) is not None:
+        raise error_class(f"{file}: {mistaken}")
     return tree
 
 

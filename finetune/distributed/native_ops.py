@@ -325,7 +325,11 @@ def _build(op: str, show: Callable[..., None]) -> None:
                 show("Building")
                 time.sleep(POLL_S)
         except BaseException:
-            _end_build(child)
+            # As an exception it passes torch's `finally`, which removes the lock; ninja ends its compilers. Left to
+            # itself, torch would kill ninja, which then leaves them.
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGINT)
+            child.wait()
             raise
     if child.returncode != 0:
         lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
@@ -336,22 +340,6 @@ def _build(op: str, show: Callable[..., None]) -> None:
             f"(exit {child.returncode}): {reason[:400].rstrip('.')}. The whole output is in {log}."
         )
     show("Built", f" in {time.monotonic() - start:.0f} s")
-
-
-def _end_build(child: "subprocess.Popen[bytes]") -> None:
-    """Ends a build with its compilers: left to itself, it would kill ninja, which then leaves them."""
-    with suppress(psutil.NoSuchProcess):
-        jobs = psutil.Process(child.pid).children(recursive=True)
-        # As an exception it passes torch's `finally`, which removes the lock.
-        child.send_signal(signal.SIGINT)
-        for job in jobs:
-            with suppress(psutil.NoSuchProcess):
-                job.terminate()
-        _, alive = psutil.wait_procs(jobs, timeout=5)
-        for job in alive:
-            with suppress(psutil.NoSuchProcess):
-                job.kill()
-    child.wait()
 
 
 @contextmanager

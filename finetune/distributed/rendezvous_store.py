@@ -1,4 +1,7 @@
-"""What the ranks of a launch tell each other before they form a process group."""
+"""What the ranks of a launch tell each other before they form a process group.
+
+`patience` is how long they wait for each other.
+"""
 
 import itertools
 import os
@@ -20,20 +23,13 @@ _SHOWN = 4
 
 
 def open_board(patience: timedelta) -> RankNotes:
-    """Returns a board of its own for what ranks tell each other next; every rank must call it.
-
-    Args:
-        patience: How long ranks wait for each other.
-    """
+    """Returns a board of its own for what ranks tell each other next; every rank must call it."""
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     return RankNotes(rank, world, f"board-{next(_numbers)}", patience)
 
 
 def from_main(make: Callable[[], Any], patience: timedelta) -> Any:
     """Returns what rank 0 makes, as JSON has it; every rank must call it, and the others do not call `make`.
-
-    Args:
-        patience: How long ranks wait for each other.
 
     Raises:
         FinetuneError, LostRankError: As `make` does on rank 0, on every rank.
@@ -52,11 +48,7 @@ def from_main(make: Callable[[], Any], patience: timedelta) -> Any:
 
 
 def gather_notes(note: Any, patience: timedelta) -> list[Any]:
-    """Returns what each rank has noted, as JSON has it, in their order; every rank calls it.
-
-    Args:
-        patience: How long ranks wait for each other.
-    """
+    """Returns what each rank has noted, as JSON has it, in their order; every rank calls it."""
     notes = open_board(patience)
     notes.write(str(notes.rank), note)
     return [notes.wait_for(str(other)) for other in range(notes.world_size)]
@@ -69,7 +61,6 @@ def check_machines(recipe: Mapping[str, Any], patience: timedelta) -> None:
 
     Args:
         recipe: Recipe with all overrides, as JSON has it.
-        patience: How long ranks wait for each other.
 
     Raises:
         BackendError: On every rank, with what differs.
@@ -103,7 +94,6 @@ def check_inputs(inputs: dict[str, dict[str, Any]], patience: timedelta) -> dict
     Args:
         inputs: What must be the same, by names for messages. A section that a rank leaves out is compared between the
             others: what is read once a machine.
-        patience: How long ranks wait for each other.
 
     Returns:
         Those of rank 0.

@@ -40,7 +40,7 @@ def resolve_for_devices(recipe: Recipe, launch: Launch, here: Devices, env: Mapp
         RecipeError: If the batch does not come out even.
         BackendError: If the planes contradict each other, or the devices cannot run what is asked.
     """
-    check_devices(launch, here, env)
+    refusals.check_devices(launch, here, env)
     precision = _pick_precision(recipe, here)
     accumulation = derive_accumulation(recipe, launch.data_ranks, launch.num_processes)
     rows = micro_rows(recipe, launch.data_ranks)
@@ -100,24 +100,6 @@ def _pick_precision(recipe: Recipe, here: Devices) -> str:
             "bf16` or `fp32`."
         )
     return recipe.precision
-
-
-def check_devices(launch: Launch, here: Devices, env: Mapping[str, str]) -> None:
-    """Refuses what this machine's devices, and what they talk by, cannot run.
-
-    Args:
-        env: A worker's environment.
-
-    Raises:
-        BackendError: With what is missing.
-    """
-    local = int(env.get("LOCAL_WORLD_SIZE", "1"))
-    if here.gpus and local > here.gpus:
-        raise BackendError(
-            f"{launch.place} starts {local} processes on a machine with {here.gpus} GPU(s); each needs one of its own. "
-            f"Set num_processes (or --num_processes) to {here.gpus}."
-        )
-    refusals.check_devices(launch, here, env)
 
 
 def _check_planes(

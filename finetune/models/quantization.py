@@ -70,6 +70,19 @@ def kept_modules(network: PreTrainedModel, section: ModelSection, head: Head) ->
     return [*get_keys_to_not_convert(network), *added_modules(network, section, head)]
 
 
+def packable_modules(network: nn.Module, section: ModelSection, kept: list[str]) -> list[tuple[str, Any]]:
+    """Returns the linear modules that `quantize` packs, or transformers while it loads them, by name.
+
+    Args:
+        kept: Names of modules that are not packed.
+    """
+    # Of 8 bits four go to a number; a module whose rows do not fit stays as it is.
+    of_eight = section.quantization == "int8"
+    of_gpt2 = "Conv1D" if section.name is not None and not of_eight else None
+    linear = [(n, m) for n, m in network.named_modules() if type(m) is nn.Linear or type(m).__name__ == of_gpt2]
+    return [(n, m) for n, m in linear if should_convert_module(n, kept) and not (of_eight and m.in_features % 4)]
+
+
 def loading_config(section: ModelSection, kept: list[str]) -> Any | None:
     """Returns the config by which `from_pretrained` quantises weights as it reads them; None if it is not to.
 
@@ -106,10 +119,8 @@ def quantize(network: PreTrainedModel, section: ModelSection, head: Head) -> Non
     import bitsandbytes as bnb
 
     if not stored:
-        kept = kept_modules(network, section, head)
-        for name, linear in list(network.named_modules()):
-            if type(linear) is nn.Linear and should_convert_module(name, kept):
-                network.set_submodule(name, _packed(linear, section))
+        for name, linear in packable_modules(network, section, kept_modules(network, section, head)):
+            network.set_submodule(name, _packed(linear, section))
         if section.quantization != "int8":
             # What peft looks up to choose its adapters.
             network.is_loaded_in_4bit = True
@@ -145,8 +156,7 @@ def _packed(module: nn.Linear, section: ModelSection) -> nn.Module:
     import bitsandbytes as bnb
 
     if section.quantization == "int8":
-        # Four to a number; a module whose rows do not fit stays as it is.
-        return module if module.in_features % 4 else Linear8bit(module)
+        return Linear8bit(module)
     how: dict[str, Any] = {
         "compress_statistics": section.double_quantization,
         "quant_type": section.quantization,

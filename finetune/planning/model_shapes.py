@@ -1,14 +1,13 @@
 """The networks that a plan compares, without weights: full training, LoRA, QLoRA."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.quantizers.quantizers_utils import should_convert_module
 
 from finetune.config.recipe_schema import LoraSection, OptimSection, Recipe
 from finetune.data.tokenization.tokenizer import load_tokenizer, num_ids
@@ -19,7 +18,7 @@ from finetune.models import chunked_loss, frozen_weights, lora_adapters, pretrai
 from finetune.models.build_network import settle_parameters
 from finetune.models.forward_wrapper import ForwardWrapper
 from finetune.models.model_config import read_pretrained_config
-from finetune.models.quantization import BLOCK, kept_modules
+from finetune.models.quantization import BLOCK, kept_modules, packable_modules
 from finetune.models.split_layers import Division
 from finetune.monitoring.flops import flops_per_target
 from finetune.optim import optimizers
@@ -183,11 +182,14 @@ def build_skeleton(recipe: Recipe, stored: str | None, packed_as: Recipe | None 
         )
     network = settle_parameters(task.build_skeleton(plain, None))
     # Before adapters hide what they wrap.
-    packable = [(module, module.weight.shape) for module in _packable(network, packed_as or recipe)]
+    section, head, packable = (packed_as or recipe).model, head_of(recipe), list[tuple[Any, torch.Size]]()
+    if section.quantization is not None and isinstance(network, PreTrainedModel):
+        kept = [] if head is None else kept_modules(network, section, head)
+        packable = [(m, m.weight.shape) for _, m in packable_modules(network, section, kept)]
     if recipe.lora is not None:
         network.requires_grad_(False)
         with torch.device("meta"):
-            network = lora_adapters.attach(network, recipe, head_of(recipe))
+            network = lora_adapters.attach(network, recipe, head)
     if recipe.model.quantization is not None and not packable:
         raise RecipeError("model.quantization: the network has no linear modules that can be packed.")
     frozen_weights.cast_frozen(network, _stored_dtype(recipe, network, stored))
@@ -292,23 +294,6 @@ def _stored_dtype(recipe: Recipe, network: nn.Module, stored: str | None) -> tor
     # Of the file: building the network has set it to what is built.
     written: Any = read_pretrained_config(section).get_text_config().dtype
     return written if written in (torch.bfloat16, torch.float16) else torch.float32
-
-
-def _packable(network: Any, recipe: Recipe) -> Iterator[Any]:
-    """Yields the linear modules that `quantization.quantize`, or transformers while it loads, would pack."""
-    section = recipe.model
-    if section.quantization is None or not isinstance(network, PreTrainedModel):
-        return
-    loaded = section.name is not None and section.quantization != "int8"
-    head = head_of(recipe)
-    kept = [] if head is None else kept_modules(network, section, head)
-    for name, module in network.named_modules():
-        linear = type(module) is nn.Linear or (loaded and type(module).__name__ == "Conv1D")
-        if not linear or not should_convert_module(name, kept):
-            continue
-        if section.quantization == "int8" and module.in_features % 4:
-            continue
-        yield module
 
 
 def pack_linear(module: Any, recipe: Recipe, shape: torch.Size, *, part: bool = False) -> int:

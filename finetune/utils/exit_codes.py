@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import resource
+import signal
 import sys
 import time
 import traceback
@@ -67,15 +68,15 @@ def run_guarded(verb: Callable[[], int | None]) -> int:
             except KeyboardInterrupt as error:
                 # A launcher ends the other ranks of one that has failed, which has said why.
                 return signals.say_interrupted(error, quiet=_failure_is_said())
-            except Exception as error:
-                if not isinstance(error, BrokenPipeError):
-                    if (explained := _explain_open_files(error)) is None:
-                        raise
-                    print_error(explained)
-                    return USER_ERROR
+            except BrokenPipeError:
                 # Whoever read the output (`| head`) has seen enough. Nothing is left to flush at exit either.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 0
+                return 0
+            except Exception as error:
+                if (explained := _explain_open_files(error)) is None:
+                    raise
+                print_error(explained)
+                return USER_ERROR
     except KeyboardInterrupt as error:  # it came before signals were handled, and was held back until then
         return signals.say_interrupted(error)
 
@@ -195,3 +196,14 @@ def say_failure(error: Exception) -> int:
         return LOST_RANK if orphan_watch.on_several_machines() else 1
     to_stderr(f"\nRank {rank} failed:\n{''.join(traceback.format_exception(error)).rstrip()}")
     return 1
+
+
+def how_ended(code: int) -> str:
+    """Returns how a process has ended, by the exit code that Python gives it: negative for a signal."""
+    kernel = " (so does the kernel when memory runs out)" if code == -signal.SIGKILL else ""
+    return f"was ended by {signal.Signals(-code).name}{kernel}" if code < 0 else f"ended with exit code {code}"
+
+
+def shell_code(code: int) -> int:
+    """Returns the exit code that a shell has for such a process."""
+    return 128 - code if code < 0 else code

@@ -205,7 +205,7 @@ def test_ds_config_that_contradicts(place: Place) -> None:
     head, *problems, advice = spoken.splitlines()
     assert head == "Error: The DeepSpeed config contradicts the recipe and has 5 problems:"
     for says in (
-        "the default of optim.clip_norm, of which the recipe says nothing, makes it 1.0.",
+        "the recipe's optim.clip_norm makes it 1.0.",
         "ds.json says train_batch_size: 64, the recipe's batch.global_size makes it 4.",
         "ds.json says bf16.enabled: True, the recipe's precision makes it False.",
         "which the recipe's optim and schedule decide; the same in the recipe: optim: {name: AdamW}.",

@@ -16,9 +16,9 @@ TABLE = peer_table()
 SMALL: dict[str, Any] = {"model": {"name": "x"}, "data": {"train": [{"sample": 2}]}, "length": {"steps": 1}}
 
 
-@pytest.mark.parametrize("row", TABLE.keys, ids=lambda row: row.keys[0])
+@pytest.mark.parametrize("row", TABLE["keys"], ids=lambda row: row.keys[0])
 def test_rows_name_what_is_there(row: PeerKey) -> None:
-    assert set(row.of) <= TABLE.tools.keys()
+    assert set(row.of) <= TABLE["tools"].keys()
     assert bool(row.here) != bool(row.why)
     assert row.rule in ("", "same", *RULES)
     if row.here.startswith(LAUNCH):
@@ -34,14 +34,14 @@ def test_rows_name_what_is_there(row: PeerKey) -> None:
 
 
 def test_a_tool_has_a_key_once() -> None:
-    owned = [(tool, key) for row in TABLE.keys for tool in row.of for key in row.keys]
+    owned = [(tool, key) for row in TABLE["keys"] for tool in row.of for key in row.keys]
     assert len(owned) == len(set(owned)) > 700
 
 
 def test_what_holds_for_tools_is_in_table_and_schema() -> None:
-    assert {*TABLE.defaults} == {*TABLE.fixed} == {*CONVERTED}
-    assert {key for fixed in TABLE.fixed.values() for key in fixed} <= RECIPE_FIELDS.keys()
-    for tool, defaults in TABLE.defaults.items():
+    assert {*TABLE["defaults"]} == {*TABLE["fixed"]} == {*CONVERTED}
+    assert {key for fixed in TABLE["fixed"].values() for key in fixed} <= RECIPE_FIELDS.keys()
+    for tool, defaults in TABLE["defaults"].items():
         assert all(find_peer_key(tool, key) for key in defaults)
 
 

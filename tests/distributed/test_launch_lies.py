@@ -180,10 +180,10 @@ def test_selective_recomputation_has_no_place_where_weights_come_and_go() -> Non
 @pytest.mark.parametrize(
     ("launch", "precision", "given", "said"),
     [
-        ("bf16", "fp32", {"precision": "fp32"}, "the recipe says precision: fp32."),
-        ("fp16", "bf16", {"precision": "bf16"}, "the recipe says precision: bf16."),
-        ("bf16", "fp32", {"precision": "auto"}, "the recipe says precision: auto, which is fp32 on this machine."),
-        ("bf16", "fp32", {}, "the recipe says nothing of precision, whose default, auto, is fp32 on this machine."),
+        ("bf16", "fp32", {"precision": "fp32"}, "the recipe's precision is fp32."),
+        ("fp16", "bf16", {"precision": "bf16"}, "the recipe's precision is bf16."),
+        ("bf16", "fp32", {"precision": "auto"}, "the recipe's precision is auto, which is fp32 on this machine."),
+        ("bf16", "fp32", {}, "the recipe's precision is auto, which is fp32 on this machine."),
     ],
 )
 def test_precision_of_the_launch_plane(launch: str, precision: str, given: dict[str, Any], said: str) -> None:

@@ -188,9 +188,7 @@ def test_differences_that_do_not_matter_are_said(said: Said) -> None:
         assert f"Machine 1 (m1, 10.78.0.2) has transformers {PATCHED['transformers']} (" in found["warnings"][0]
     for found in said["clock"].values():
         assert len(found["warnings"]) == 1
-        assert (
-            "The clock of machine 1 (m1, 10.78.0.2) is 60.0 minutes ahead of that of machine 0" in found["warnings"][0]
-        )
+        assert "The clock of machine 1 (m1, 10.78.0.2) is 3,600 s ahead of that of machine 0" in found["warnings"][0]
 
 
 def test_a_firewall_is_found(machines: Machines, tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def test_differences_name_the_machines_that_share_them() -> None:
         "The clock of machine 2 (c)",
         "Machine 3 (d)",
     ]
-    assert "2.0 hours behind that of machine 0" in warned[1]
+    assert "7,200 s behind that of machine 0" in warned[1]
     assert "1 x H100, 1 x H200, machine 0 has 2 x H100: the slowest" in warned[2]
 
 

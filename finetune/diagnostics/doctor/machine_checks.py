@@ -16,7 +16,7 @@ from finetune.diagnostics.doctor.check_result import Asked, CheckResult, failure
 from finetune.distributed.device_selection import of_torch, slow_precision
 from finetune.distributed.launch.predicted_environment import predict_environment
 from finetune.distributed.launch_values import PREFIXES
-from finetune.distributed.resolve_config import check_devices
+from finetune.distributed.strategies.refusals import check_devices
 from finetune.utils import platforms
 from finetune.utils.compat.library_versions import NEEDED_BY, PROVEN, installed, untested_versions
 

@@ -10,8 +10,8 @@ last checkpoint is whole.
 """
 
 import json
+import math
 import os
-import signal
 import sys
 import threading
 import time
@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 from finetune.distributed.launch.machine_facts import capital
 from finetune.distributed.launch.rendezvous import Rendezvous
-from finetune.utils.exit_codes import LOST_RANK, REQUEUE, USER_ERROR
+from finetune.utils.exit_codes import LOST_RANK, REQUEUE, USER_ERROR, how_ended, shell_code
 
 _COUNT_S, _WATCH_S = 1.0, 0.25
 # A thread that wakes so late stood still itself, and could hear nobody.
@@ -96,11 +96,8 @@ class Heartbeat:
             self._lost_ranks |= LOST_RANK in codes
             return
         local, code = failed[0]
-        hint = " (so does the kernel when memory runs out)" if code == -signal.SIGKILL else ""
-        how = f"was ended by {signal.Signals(-code).name}{hint}" if code < 0 else f"ended with exit code {code}"
-        rank = self._own * len(codes) + local
-        text = f"The worker of rank {rank} on {self._machines[self._own].place} {how}; its output there says more."
-        self._tell(_Ending(f"{text}{_LAST}", 128 - code if code < 0 else code))
+        who = f"The worker of rank {self._own * len(codes) + local} on {self._machines[self._own].place}"
+        self._tell(_Ending(f"{who} {how_ended(code)}; its output there says more.{_LAST}", shell_code(code)))
 
     def finish(self, code: int) -> int:
         """Ends the heartbeats of a launch whose workers have ended; returns the exit code of this launcher.
@@ -121,18 +118,19 @@ class Heartbeat:
         self._wake.set()
         self._said_word.wait(2 * _COUNT_S)
         if self._own == 0:
-            # Others learn from the store how this ended.
+            # Others learn from the store how this ended, until all have left, or after a failure no longer count.
             before = self._ending
-            limit = self._timeout_s if before is None else _END_S
-            self._wait(limit, lambda: self._ending is not before or self._nobody_listens(before is not None))
+            limit, still_s = (self._timeout_s, math.inf) if before is None else (_END_S, 3 * _COUNT_S)
+            self._wait(
+                limit,
+                lambda: (
+                    self._ending is not before
+                    or all(n in self._left or time.monotonic() - at > still_s for n, (_, at) in self._counts.items())
+                ),
+            )
             self._print_news(code)
         self._over.set()
         return code if self._ending is None else self._ending.code
-
-    def _nobody_listens(self, failed: bool) -> bool:
-        """Tells if all others have left, or after a failure no longer count either."""
-        now = time.monotonic()
-        return all(rank in self._left or (failed and now - at > 3 * _COUNT_S) for rank, (_, at) in self._counts.items())
 
     def _wait(self, limit_s: float, done: Callable[[], bool]) -> None:
         until = time.monotonic() + limit_s

@@ -38,7 +38,7 @@ from finetune.distributed.launch.launch_schema import LaunchFile
 from finetune.distributed.launch.predicted_environment import PredictedEnvironment, predict_environment
 from finetune.utils import orphan_watch, signals
 from finetune.utils.errors import BackendError
-from finetune.utils.exit_codes import REQUEUE, USER_ERROR, exit_with, print_error, run_guarded
+from finetune.utils.exit_codes import REQUEUE, USER_ERROR, exit_with, how_ended, print_error, run_guarded, shell_code
 from finetune.utils.hub_access import go_offline_if_unreachable
 from finetune.utils.library_imports import quick_imports
 from finetune.utils.quoting import to_stderr
@@ -325,16 +325,12 @@ def _account(who: str, code: int, alert: FailureAlert | None, heartbeat: "Heartb
     Args:
         alert: What tells of it, if this launcher is to.
     """
-    text = f"{who} ended with exit code {code}; its output says more."
-    if code < 0:
-        name = signal.Signals(-code).name
-        hint = ", which is what the kernel does when memory runs out" if name == "SIGKILL" else ""
-        text = f"{who} was ended by {name}{hint}."
-        if heartbeat is None or not heartbeat.has_ended_workers:
-            to_stderr(f"\n{text}")
+    text = f"{who} {how_ended(code)}; its output says more."
+    if code < 0 and (heartbeat is None or not heartbeat.has_ended_workers):
+        to_stderr(f"\n{text}")
     if alert is not None and code not in (USER_ERROR, REQUEUE):
         alert.send(text)
-    return 128 - code if code < 0 else code
+    return shell_code(code)
 
 
 class _ForkedWorker:

@@ -13,7 +13,7 @@ from typing import Any, Self
 from finetune.config.provenance import flat
 from finetune.config.recipe_schema import NAMES_OF_CODE
 from finetune.distributed.launch.predicted_environment import PredictedEnvironment
-from finetune.utils.compat.library_versions import PROVEN, installed
+from finetune.utils.compat.library_versions import PROVEN, installed, minor
 from finetune.utils.import_object import own_files
 
 CLOCK_S = 30.0
@@ -170,7 +170,7 @@ def _differences(section: str, first: MachineFacts, other: MachineFacts) -> Iter
     elif section == "versions":
         for name, (ours, theirs) in unequal(first.versions, other.versions):
             # A build of torch for another device computes, and connects, otherwise.
-            if name == "torch" or _minor(ours) != _minor(theirs):
+            if name == "torch" or minor(ours) != minor(theirs):
                 yield f"{name} is {theirs} on {{}}, and {ours} on machine {first.rank}"
     else:
         yield from _values(first, getattr(first, section), getattr(other, section))
@@ -198,10 +198,6 @@ def _escaped(text: str) -> str:
     return text.replace("{", "{{").replace("}", "}}")
 
 
-def _minor(version: str | None) -> list[str]:
-    return (version or "").split(".")[:2]
-
-
 def _devices(machine: MachineFacts) -> str:
     kinds = dict.fromkeys(machine.devices)
     return ", ".join(f"{machine.devices.count(kind)} x {kind}" for kind in kinds) or "no GPU"
@@ -226,7 +222,7 @@ def find_warnings(machines: Sequence[MachineFacts], clocks_s: Mapping[int, float
         pairs = [
             f"{name} {theirs} ({ours})"
             for name, (ours, theirs) in unequal(first.versions, other.versions)
-            if name != "torch" and _minor(ours) == _minor(theirs)
+            if name != "torch" and minor(ours) == minor(theirs)
         ]
         if pairs:
             said.append(f"{capital(other.place)} has {', '.join(pairs)}; in brackets what machine {first.rank} has.")
@@ -237,7 +233,7 @@ def find_warnings(machines: Sequence[MachineFacts], clocks_s: Mapping[int, float
             )
         if abs(apart := clocks_s.get(other.rank, 0.0)) > CLOCK_S:
             said.append(
-                f"The clock of {other.place} is {shown_seconds(abs(apart))} {'ahead of' if apart > 0 else 'behind'} "
+                f"The clock of {other.place} is {abs(apart):,.0f} s {'ahead of' if apart > 0 else 'behind'} "
                 f"that of machine {first.rank}. Training does not depend on clocks; times in logs and metrics, and the "
                 "ages that `finetune watch` and `finetune runs` show, do. Run an NTP client on every machine."
             )
@@ -247,11 +243,3 @@ def find_warnings(machines: Sequence[MachineFacts], clocks_s: Mapping[int, float
 def capital(text: str) -> str:
     """Returns a text with a capital at its beginning."""
     return text[:1].upper() + text[1:]
-
-
-def shown_seconds(seconds: float) -> str:
-    """Returns a duration in the largest unit of which there are two at least."""
-    for size, unit in ((86400, "days"), (3600, "hours"), (60, "minutes")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.0f} s"

@@ -5,7 +5,6 @@ of the rendezvous through stops them later. Loads no torch.
 """
 
 import socket
-import statistics
 import struct
 import threading
 import time
@@ -18,6 +17,8 @@ CONNECT_S = 5.0
 """Seconds within which a machine must answer."""
 
 _TOKEN = 16
+# Behind the token: the machine's rank, and its clock.
+_ANSWER = struct.Struct("!id")
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Link:
     clock_s: float = 0.0
     """Seconds that the other's clock is ahead."""
     latency_s: float = 0.0
-    """Seconds from one machine to the other and back, at the median."""
+    """Seconds from one machine to the other and back."""
 
 
 class LinkListener:
@@ -62,22 +63,10 @@ class LinkListener:
                 threading.Thread(target=self._answer, args=(connection,), name="link", daemon=True).start()
 
     def _answer(self, connection: socket.socket) -> None:
-        with connection, suppress(OSError, struct.error):
+        with connection, suppress(OSError):
             connection.settimeout(4 * CONNECT_S)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            token = _read(connection, _TOKEN)
-            connection.sendall(token + struct.pack("!i", self._rank))
-            while connection.recv(1):
-                connection.sendall(struct.pack("!d", time.time()))
-
-
-def _read(connection: socket.socket, number: int) -> bytes:
-    content = b""
-    while len(content) < number:
-        if not (more := connection.recv(number - len(content))):
-            raise ConnectionResetError("the other side has closed the connection")
-        content += more
-    return content
+            token = connection.makefile("rb").read(_TOKEN)
+            connection.sendall(token + _ANSWER.pack(self._rank, time.time()))
 
 
 def try_link(address: str, port: int, rank: int, token: bytes) -> Link:
@@ -89,23 +78,18 @@ def try_link(address: str, port: int, rank: int, token: bytes) -> Link:
     """
     try:
         with socket.create_connection((address, port), timeout=CONNECT_S) as connection:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            asked, started = time.time(), time.perf_counter()
             connection.sendall(token)
-            answer = _read(connection, _TOKEN + 4)
-            if answer != token + struct.pack("!i", rank):
-                return Link(f"something else answers at {address} port {port}")
-            trips, clocks = [], []
-            for _ in range(3):
-                asked, started = time.time(), time.perf_counter()
-                connection.sendall(b"?")
-                (clock,) = struct.unpack("!d", _read(connection, 8))
-                trips.append(time.perf_counter() - started)
-                clocks.append(clock - asked - trips[-1] / 2)
-            return Link("", statistics.median(clocks), statistics.median(trips))
+            answer = connection.makefile("rb").read(_TOKEN + _ANSWER.size)
+            trip_s = time.perf_counter() - started
     except TimeoutError:
         return Link(f"no answer from {address} port {port} within {CONNECT_S:g} s")
     except OSError as error:
         return Link(f"{address} port {port}: {error.strerror or error}")
+    there, clock = _ANSWER.unpack(answer[_TOKEN:]) if len(answer) == _TOKEN + _ANSWER.size else (None, 0.0)
+    if answer[:_TOKEN] != token or there != rank:
+        return Link(f"something else answers at {address} port {port}")
+    return Link("", clock - asked - trip_s / 2, trip_s)
 
 
 def try_links(places: Mapping[int, tuple[str, int]], token: bytes) -> dict[int, Link]:

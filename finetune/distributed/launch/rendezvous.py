@@ -59,18 +59,14 @@ class MachinePlan:
 
 
 def plan_machine(
-    foreseen: PredictedEnvironment,
-    verb: str,
-    recipe: Mapping[str, Any],
-    *,
-    join_timeout_s: float = JOIN_TIMEOUT_S,
-    heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
+    foreseen: PredictedEnvironment, verb: str, recipe: Mapping[str, Any], **timeouts: float
 ) -> MachinePlan:
     """Returns the plan of this machine, without its network and devices, which are looked at when it joins.
 
     Args:
         verb: Command that every machine must have started: launch, comms or doctor.
         recipe: Recipe, or what the command was given.
+        timeouts: See `MachinePlan`.
     """
     asked = foreseen.asked
     facts = MachineFacts.of_here(
@@ -82,7 +78,7 @@ def plan_machine(
         launch=machine_facts.launch_values(foreseen),
     )
     host = bare_host(asked.main_process_ip or "")
-    return MachinePlan(host, asked.main_process_port, facts, join_timeout_s, heartbeat_timeout_s)
+    return MachinePlan(host, asked.main_process_port, facts, **timeouts)
 
 
 @contextmanager

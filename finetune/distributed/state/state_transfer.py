@@ -64,15 +64,12 @@ def write_state(
 ) -> None:
     """Writes what `read_state` gave into a freshly prepared model and optimiser, on any backend and number of ranks.
 
-    All ranks must call it. Nothing is gathered: of each tensor a rank copies its own part.
+    All ranks call it. Nothing is gathered: of each tensor a rank copies its own part. Other arguments: see `read_state`.
 
     Args:
-        network: The network inside the prepared model, its weights sharded (`reshard`).
-        optimizer: What `Backend.prepare` returned. It stays as it is if `keys` has no state at all.
+        optimizer: It stays as it is if `keys` has no state at all.
         keys: Every key that there is.
         load: The whole tensor of a key, on the CPU, possibly memory-mapped.
-        splits: Parameters that are split over the ranks of a tensor-parallel group.
-        cut: True where a tensor may lie on several ranks in parts.
 
     Raises:
         CheckpointError: If a tensor is missing, unexpected, of another shape, or cannot be held here, naming it.

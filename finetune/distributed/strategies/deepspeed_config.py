@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from finetune.config.provenance import flat, gives_key
+from finetune.config.provenance import flat
 from finetune.config.recipe_schema import Recipe
 from finetune.distributed.launch.launch_config import Launch, name_deepspeed_device
 from finetune.utils.errors import BackendError
@@ -81,7 +81,7 @@ def complete_config(launch: Launch, recipe: Recipe, *, precision: str, accumulat
         if written.get(key) in (None, AUTO):
             _set(config, key, value)
         elif written[key] != value and key in values:
-            contradictions.append(f"{place} says {key}: {written[key]}, {_decider(recipe, key)} makes it {value}")
+            contradictions.append(f"{place} says {key}: {written[key]}, the recipe's {DECIDES[key]} makes it {value}")
     for key in _SECTIONS:
         if key in config:
             words = _recipe_words(key, config[key])
@@ -128,21 +128,10 @@ def _recipe_words(key: str, section: Any) -> str:
     return f"; the same in the recipe: {_SECTIONS[key]}: {text}{more}" if says else ""
 
 
-def _decider(recipe: Recipe, key: str) -> str:
-    """Names the recipe's key, or its default, that decides a value of DeepSpeed's config."""
-    decides = DECIDES[key]
-    if any(gives_key(recipe, word.strip("()")) for word in decides.split()):
-        return f"the recipe's {decides}"
-    return f"the default of {decides}, of which the recipe says nothing,"
-
-
 def said_of_precision(recipe: Recipe, precision: str) -> str:
     """Says the recipe's precision, and what that comes to on this machine."""
-    if recipe.precision != "auto":
-        return f"the recipe says precision: {precision}"
-    if gives_key(recipe, "precision"):
-        return f"the recipe says precision: auto, which is {precision} on this machine"
-    return f"the recipe says nothing of precision, whose default, auto, is {precision} on this machine"
+    which = f", which is {precision} on this machine" if recipe.precision == "auto" else ""
+    return f"the recipe's precision is {recipe.precision}{which}"
 
 
 def check_values(config: Mapping[str, Any], place: str) -> None:

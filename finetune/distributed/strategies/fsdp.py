@@ -112,10 +112,6 @@ def sharding_over_mesh(runtime: Runtime) -> AbstractContextManager[None]:
     return nullcontext() if device_mesh is None else accelerate_private.sharding_over(runtime.accelerator, device_mesh)
 
 
-def _no_sync(runtime: Runtime, model: Any) -> AbstractContextManager[Any]:
-    return _sums_within_shards(model) if runtime.launch.sync_each_batch else strategy.no_sync(runtime, model)
-
-
 @contextmanager
 def _sums_within_shards(model: Any) -> Iterator[None]:
     """Reduce-scatters gradients; between copies of a hybrid shard, sums still cross once a step."""
@@ -342,13 +338,15 @@ STRATEGY = Strategy(
     prepare=_prepare,
     casts_weights=lambda runtime: runtime.launch.mixed_precision in DTYPES,
     autocast=strategy.uncached_autocast,
-    no_sync=_no_sync,
+    no_sync=lambda runtime, model: (
+        _sums_within_shards(model) if runtime.launch.sync_each_batch else strategy.no_sync(runtime, model)
+    ),
     check_gradients=_check_gradients,
     reduce_gradients=_reduce_gradients,
     clip_gradients=_clip_gradients,
     reshard=_reshard,
-    read_state=_of_shards(strategy.read_state),
-    write_state=_of_shards(strategy.write_state),
+    read_state=_of_shards(strategy.STRATEGY.read_state),
+    write_state=_of_shards(strategy.STRATEGY.write_state),
     predict_share=_predict_share,
     predict_flows=_predict_flows,
     read_back=_read_back,

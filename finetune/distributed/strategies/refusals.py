@@ -16,7 +16,7 @@ _DEBUG = "TORCH_DISTRIBUTED_DEBUG"
 
 
 def check_devices(launch: Launch, here: Devices, env: Mapping[str, str]) -> None:
-    """Refuses what machines without GPUs, and what their processes talk by, cannot run.
+    """Refuses what this machine's devices, and what processes talk by without GPUs, cannot run.
 
     Args:
         env: A worker's environment.
@@ -24,7 +24,12 @@ def check_devices(launch: Launch, here: Devices, env: Mapping[str, str]) -> None
     Raises:
         BackendError: With what is missing.
     """
-    detail = env.get(_DEBUG, "").upper() == "DETAIL"
+    local, detail = int(env.get("LOCAL_WORLD_SIZE", "1")), env.get(_DEBUG, "").upper() == "DETAIL"
+    if here.gpus and local > here.gpus:
+        raise BackendError(
+            f"{launch.place} starts {local} processes on a machine with {here.gpus} GPU(s); each needs one of its own. "
+            f"Set num_processes (or --num_processes) to {here.gpus}."
+        )
     if here.gpus:
         return
     if launch.uses_fsdp and launch.offload_params != "none":

@@ -55,6 +55,7 @@ class Runtime(Protocol):
 
 
 Prepared = tuple[nn.Module, Any]
+State = Iterator[tuple[str, Shard]]
 
 
 def accelerator_options(launch: Launch, settled: ResolvedConfig, reduced: torch.dtype, cpu: bool) -> dict[str, Any]:
@@ -224,25 +225,6 @@ def trained_leaves(model: object) -> dict[str, torch.Tensor | None]:
     return {name: p for name, p in network.named_parameters() if p.requires_grad}
 
 
-def read_state(
-    runtime: Runtime, network: nn.Module, optimizer: Any, *, parameters_only: bool = False
-) -> Iterator[tuple[str, Shard]]:
-    """Yields this rank's shard of each trainable parameter and its optimiser state; see `state_transfer.read_state`."""
-    cut = runtime.launch.cuts_state
-    return state_transfer.read_state(network, optimizer, runtime.splits, cut=cut, parameters_only=parameters_only)
-
-
-def write_state(
-    runtime: Runtime,
-    network: nn.Module,
-    optimizer: Any,
-    keys: Collection[str],
-    load: Callable[[str], torch.Tensor],
-) -> None:
-    """Writes them into a freshly prepared model and optimiser; see `state_transfer.write_state`."""
-    state_transfer.write_state(network, optimizer, keys, load, runtime.splits, cut=runtime.launch.cuts_state)
-
-
 def read_frozen(runtime: Runtime, name: str, parameter: Any) -> Shard:
     """Returns this rank's piece of a frozen parameter, to be copied at once; every rank must call it."""
     return tensor_shards.shard_of(parameter, runtime.splits.parameters.get(name), runtime.splits.group)
@@ -305,8 +287,14 @@ class Strategy:
     """The backward pass that ends a window also runs the optimiser."""
     reshard: Callable[[nn.Module], None] = lambda model: None
     """Frees weights that an evaluation left gathered."""
-    read_state: Callable[..., Iterator[tuple[str, Shard]]] = read_state
-    write_state: Callable[..., None] = write_state
+    read_state: Callable[..., State] = lambda runtime, network, optimizer, parameters_only=False: (
+        state_transfer.read_state(
+            network, optimizer, runtime.splits, cut=runtime.launch.cuts_state, parameters_only=parameters_only
+        )
+    )
+    write_state: Callable[..., None] = lambda runtime, network, optimizer, keys, load: state_transfer.write_state(
+        network, optimizer, keys, load, runtime.splits, cut=runtime.launch.cuts_state
+    )
     read_frozen: Callable[[Runtime, str, Any], Shard] = read_frozen
     scaler_state: Callable[[Any], dict[str, float | int] | None] = scaler_state
     set_scaler_state: Callable[[Any, Mapping[str, float | int]], None] = set_scaler_state

@@ -40,46 +40,6 @@ from finetune.utils.errors import RecipeError
 # Of torch's own errors, the part that says something.
 _LONGEST = 300
 
-# What the tracker calls the parts of what is allocated.
-_PARTS = {
-    "parameters": MemoryKind.PARAM,
-    "buffers": MemoryKind.BUFFER,
-    "gradients": MemoryKind.GRAD,
-    "optimizer": MemoryKind.OPT,
-    "activations": MemoryKind.ACT,
-    "temporary": MemoryKind.TEMP,
-    "batch": MemoryKind.OTH,
-}
-
-
-class Tracker(MemoryTracker):  # type: ignore[no-untyped-call]
-    """torch's tracker, for one peak instead of one a module, which takes a fraction of the time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.begin()
-
-    def begin(self) -> None:
-        """Forgets the peak so far."""
-        self.peak: dict[str, int] = {}
-        """Bytes by part, when there were most."""
-        self.moment = ""
-        """Time of that: forward, backward or optimizer."""
-        self.batch = 0
-        """The most bytes that came with the micro-batch at a time: activations and what is temporary."""
-        self._most = 0
-
-    def now(self) -> dict[str, int]:
-        """Bytes by part."""
-        snapshot = self.snapshot()
-        return {name: snapshot.get(part, 0) for name, part in _PARTS.items()}
-
-    def changed(self, snapshot: dict[Any, int]) -> None:
-        """Takes note of a new peak."""
-        self.batch = max(self.batch, snapshot[MemoryKind.ACT] + snapshot[MemoryKind.TEMP])
-        if snapshot["Total"] > self._most:
-            self._most, self.peak, self.moment = snapshot["Total"], self.now(), self.phase
-
 
 def main(job: Path, result: Path) -> None:
     """Takes the step that a file describes and writes what it took, or why it cannot be taken."""
@@ -114,7 +74,7 @@ def trace_step(recipe: Recipe, launch: Launch, stored: str | None) -> dict[str, 
     if recipe.model.attention not in ("sdpa", "eager") or "position_ids" not in example:
         transformers_private.assume_one_document_a_row()
     _dropout_as_on_gpus()
-    tracker = Tracker()
+    tracker = MemoryTracker()
     with FakeTensorMode(), tracker:
         realise_tensors(network)
         caller = ForwardWrapper(network.train())
@@ -250,7 +210,7 @@ def realise_tensors(network: nn.Module) -> None:
             setattr(module, name, made[id(tensor)])
 
 
-def _rows(tracker: Tracker, rows: dict[str, Any], count: int) -> Iterator[dict[str, Any]]:
+def _rows(tracker: MemoryTracker, rows: dict[str, Any], count: int) -> Iterator[dict[str, Any]]:
     """Yields a step's micro-batches, all alike."""
     for _ in range(count):
         tracker.reset_mod_stats()  # of one forward pass

@@ -46,13 +46,14 @@ def untested_versions() -> str:
         ("Python", python, PYTHONS),
         *((library, installed(library), proven) for library, proven in PROVEN.items()),
     ):
-        if version is not None and not _minor(lowest) <= _minor(version) <= _minor(highest):
+        if version is not None and not minor(lowest) <= minor(version) <= minor(highest):
             found.append(f"{library} {version} (tested: {' to '.join(dict.fromkeys((lowest, highest)))})")
     return f"Not tested with {', '.join(found)}. `finetune doctor` says what was." if found else ""
 
 
-def _minor(version: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+def minor(version: str | None) -> tuple[int, ...]:
+    """Returns the first two numbers of a version; none of None."""
+    return tuple(int(number) for number in re.findall(r"\d+", version or "")[:2])
 
 
 def require_installed(library: str, user: str, extra: str | None = None) -> None:

@@ -61,10 +61,8 @@ def last_collective(recorded: bytes) -> tuple[int, str]:
     if not entries:
         return 0, ""
     last = max(entries, key=lambda entry: entry["record_id"])
-    group = last["process_group"][1]
-    return last[
-        "record_id"
-    ] + 1, f"{last['collective_seq_id']} of {group}, {last['profiling_name']} of {last['input_sizes']}"
+    of = f"of {last['process_group'][1]}, {last['profiling_name']} of {last['input_sizes']}"
+    return last["record_id"] + 1, f"{last['collective_seq_id']} {of}"
 
 
 @functools.cache

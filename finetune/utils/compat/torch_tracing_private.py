@@ -38,23 +38,42 @@ require("torch", _fsdp_init, "init_device_mesh")
 FakeTensorMode = fake_tensor.FakeTensorMode
 MemoryKind = mem_tracker._MemRefType
 
+# What the kinds of memory are called here.
+_PARTS = {
+    "parameters": MemoryKind.PARAM,
+    "buffers": MemoryKind.BUFFER,
+    "gradients": MemoryKind.GRAD,
+    "optimizer": MemoryKind.OPT,
+    "activations": MemoryKind.ACT,
+    "temporary": MemoryKind.TEMP,
+    "batch": MemoryKind.OTH,
+}
+
 
 class MemoryTracker(MemTracker):  # type: ignore[no-untyped-call]
-    """torch's tracker without its peaks of each module, which leaves a fraction of its time.
+    """torch's tracker, for one peak of the CPU instead of one a module, which takes a fraction of the time.
 
     Source: torch 2.13, `distributed/_tools/mem_tracker.py`.
     """
 
-    def changed(self, snapshot: dict[Any, int]) -> None:
-        """Does nothing; subclasses are told here that memory of the CPU may have changed.
+    def __init__(self) -> None:
+        super().__init__()
+        self.begin()
 
-        Args:
-            snapshot: Bytes by `MemoryKind`, and their sum as "Total".
-        """
+    def begin(self) -> None:
+        """Forgets the peak so far."""
+        self.peak: dict[str, int] = {}
+        """Bytes by part, when there were most."""
+        self.moment = ""
+        """Time of that: forward, backward or optimizer."""
+        self.batch = 0
+        """The most bytes that came with the micro-batch at a time: activations and what is temporary."""
+        self._most = 0
 
-    def snapshot(self) -> dict[Any, int]:
-        """Returns bytes of the CPU by `MemoryKind`."""
-        return self._curr_mem_snap.get(torch.device("cpu"), {})
+    def now(self) -> dict[str, int]:
+        """Returns bytes by part."""
+        snapshot = self._curr_mem_snap.get(torch.device("cpu"), {})
+        return {name: snapshot.get(kind, 0) for name, kind in _PARTS.items()}
 
     def relabel(self, old: MemoryKind, new: MemoryKind) -> None:
         """Counts memory of one kind as another from now on."""
@@ -64,15 +83,13 @@ class MemoryTracker(MemTracker):  # type: ignore[no-untyped-call]
                 info.reftype = new
                 self._update_snap(_UpdateType.REF, info, old_reftype=old)
 
-    @property
-    def phase(self) -> str:
-        """Name of the phase: forward, backward or optimizer."""
-        return "optimizer" if self._in_opt else "backward" if self._mod_tracker.is_bw else "forward"
-
     def _update_peak_stats(self, peak_state: Any) -> None:
-        snapshot = self._curr_mem_snap.get(torch.device("cpu"))
-        if snapshot is not None:
-            self.changed(snapshot)
+        if (snapshot := self._curr_mem_snap.get(torch.device("cpu"))) is None:
+            return
+        self.batch = max(self.batch, snapshot[MemoryKind.ACT] + snapshot[MemoryKind.TEMP])
+        if snapshot["Total"] > self._most:
+            self._most, self.peak = snapshot["Total"], self.now()
+            self.moment = "optimizer" if self._in_opt else "backward" if self._mod_tracker.is_bw else "forward"
 
     def _track_module_params_and_buffers(self, module: nn.Module, install_grad_hooks: bool = True) -> tuple[int, int]:
         for parameter in module.parameters():
