@@ -154,7 +154,7 @@ def _records(recipe: Recipe, source: Source) -> Iterator[tuple[dict[str, Any], s
         chat=chat is not None,
     )
     if source.sample is None:
-        for document in open_source(source, labelled=False, form=form).documents():
+        for document in open_source(source, form=form).documents():
             yield json.loads(document.text), document.where
         return
     made: Iterator[dict[str, Any]]

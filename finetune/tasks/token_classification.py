@@ -42,7 +42,7 @@ def _figures(counts: Sequence[float], names: Sequence[str]) -> Figures:
 TOKEN_CLASSIFICATION = transformers_task(
     HEAD,
     partial(class_config, head=HEAD),
-    build_data=partial(build_task_data, classifier=HEAD, tagged=True),
+    build_data=partial(build_task_data, classifier=HEAD, learned="tags"),
     loss_sum=_loss_sum,
     loss_and_correct=_loss_and_counts,
     figures_of_counts=_figures,

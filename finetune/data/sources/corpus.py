@@ -21,8 +21,10 @@ from finetune.config.recipe_schema import Source
 from finetune.data.sources.conversation_formats import RecordForm
 from finetune.data.sources.readers import (
     BATCH_ROWS,
+    LABELLED,
     Document,
     Fields,
+    Learned,
     class_names,
     document_of,
     file_classes,
@@ -73,8 +75,7 @@ class Corpus:
         form, classes = self.fields.form, self.fields.classes
         taken = form.fingerprint() if form else [self.fields.text, self.fields.label]
         taken += [self.fields.pair] if self.fields.pair is not None else []
-        taken += ["numbers"] if self.fields.numbers else ["tagged"] if self.fields.tagged else []
-        taken += ["target"] if self.fields.target else []
+        taken += {"number": ["numbers"], "tags": ["tagged"], "target": ["target"]}.get(self.fields.learned, [])
         found = {"content": self.content, "fields": taken, "weight": self.source.weight, "limit": self.source.limit}
         return {**found, "classes": classes} if classes else found
 
@@ -108,42 +109,25 @@ class Corpus:
 
 def open_source(
     source: Source,
+    learned: Learned = "tokens",
     *,
-    labelled: bool,
+    labels: bool = True,
     form: RecordForm | None = None,
     key: str = "",
-    numbers: bool = False,
-    target: bool = False,
-    tagged: bool = False,
-    no_chat: bool = False,
 ) -> Corpus:
     """Finds what a source names and fingerprints it; reads no documents yet.
 
     Args:
-        labelled: True if documents have classes, numbers or tags.
-        numbers: True if they have numbers.
-        target: True if the second of two texts is a target.
-        tagged: True if documents are lists of words, which have tags.
-        no_chat: True if the task reads no conversations; known where documents have labels or a second text.
+        labels: False if classes, numbers and tags are not read, as they are predicted.
         form: The way that records become conversations; None where they are documents.
         key: The source's key in the recipe, for error messages.
 
     Raises:
         DataError: If there is no such source, or it is in no known format.
     """
-    label = source.label_field if labelled else None
+    label = source.label_field if labels and learned in LABELLED else None
     pair = source.pair_field if form is None else None
-    fields = Fields(
-        source.text_field,
-        label,
-        form,
-        pair=pair,
-        numbers=numbers,
-        tagged=tagged,
-        target=target,
-        source=key,
-        no_chat=no_chat,
-    )
+    fields = Fields(source.text_field, label, form, pair=pair, learned=learned, source=key)
     if source.sample is not None:
         return _open_sample(source, source.sample, fields)
     if source.path is None:
@@ -299,16 +283,13 @@ class Rules:
     lowercase: bool
     held_out: float
     """Share of the documents, by hash, that is kept for evaluation."""
-    labelled: bool
-    numbers: bool = False
-    """True if labels are numbers; sources say so as well."""
-    tagged: bool = False
-    """True if each word has a label; sources say so as well."""
+    learned: Learned = "tokens"
+    """The same as of the sources."""
 
     @property
     def by_class(self) -> bool:
         """True if that share is one of each class, for which all labels are read first."""
-        return self.labelled and not (self.numbers or self.tagged) and self.held_out > 0
+        return self.learned == "class" and self.held_out > 0
 
 
 class Chosen(NamedTuple):

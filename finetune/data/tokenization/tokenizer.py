@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from finetune.config import path_kinds
 from finetune.config.recipe_schema import Recipe
 from finetune.data.sources.corpus import Chosen, reason_of
-from finetune.data.sources.readers import END_OF_TEXT
+from finetune.data.sources.readers import END_OF_TEXT, Learned
 from finetune.utils import json_files
 from finetune.utils.errors import DataError
 from finetune.utils.file_formats import format_of
@@ -345,18 +345,17 @@ class Encoder:
     def __init__(
         self,
         tokenizer: Any,
+        learned: Learned = "tokens",
         *,
         num_workers: int | None,
         pairs: bool = False,
-        tagged: bool = False,
-        targets: bool = False,
     ) -> None:
         """Takes a transformers tokenizer, and a number of threads; None for one a core.
 
         A tokenizer without a fast backend is slow but works, in one thread. Of pairs, each is the JSON of two texts,
-        with `targets` the second is one that is to be written; where words are tagged, of these.
+        of which the second may be a target; where words have tags, of these.
         """
-        self._tokenizer, self._pairs, self._tagged, self._targets = tokenizer, pairs, tagged, targets
+        self._tokenizer, self._pairs, self._learned = tokenizer, pairs, learned
         self._num_workers = num_workers or cores()
 
     @cached_property
@@ -373,14 +372,14 @@ class Encoder:
         decoded = [text.decode() for text in texts]
         if self._pairs:
             decoded = [part for text in decoded for part in (json.loads(text) if text else ("", ""))]
-        if self._tagged:
+        if self._learned == "tags":
             return self._encode_words([json.loads(text) if text else [] for text in decoded])
         if self._fast is None:
             options = {"add_special_tokens": False, "split_special_tokens": True}
             lists = [
                 # Marian has a vocabulary for each side.
                 self._tokenizer(text_target=text, **options)["input_ids"]
-                if self._targets and number % 2
+                if self._pairs and self._learned == "target" and number % 2
                 else self._tokenizer.encode(text, **options)
                 for number, text in enumerate(decoded)
             ]
