@@ -15,11 +15,7 @@ from finetune.utils.errors import RecipeError
 
 
 def checkpoint_activations(network: PreTrainedModel, how: bool | Literal["selective"]) -> None:
-    """Has layers recompute their activations in the backward pass.
-
-    Raises:
-        RecipeError: If the architecture does not offer it.
-    """
+    """Has layers recompute activations in the backward pass; a `RecipeError` if the architecture does not offer it."""
     if not how:
         return
     if not network.supports_gradient_checkpointing:

@@ -82,7 +82,13 @@ def resolve_model_config(
             "another architecture (`finetune docs architectures` lists language models that were tried)."
         )
     if section.name is not None and not head.encodes:
-        _untie_embeddings(config, section, head)
+        # Merging an adapter that trained one of the tied tensors whole leaves files with two that differ. transformers
+        # would load two and write one, and a network that is sharded as it loads would have one.
+        known = model_mapping(head.auto)
+        with suppress(OSError):  # a hub's model of which only the configuration is here
+            folder = pretrained_files.weights_folder(section.name, section.revision)
+            if type(config) in known and pretrained_files.untied_tensors(folder, config, known[type(config)]):
+                config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
     text = config.get_text_config()
     _check_sizes(text, "model.config" if section.config is not None else f"{section.name}, config.json")
     length, trained = recipe.data.sequence_length, longest_row(config)
@@ -113,11 +119,7 @@ def resolve_model_config(
 
 
 def _check_sizes(text: PretrainedConfig, where: str) -> None:
-    """Refuses sizes of which no network can be built, or only in hours.
-
-    Raises:
-        RecipeError: With the first of them.
-    """
+    """Raises a `RecipeError` for sizes of which no network can be built, or only in hours."""
     counts = [name for name in text.to_dict() if re.search(r"(layer|head|expert|block)s?$", name)]
     for name in (*_SIZES.split(), *counts):
         value, most = getattr(text, name, None), _MOST_PARTS if name in counts or "num_" in name else _MOST_SIZE
@@ -265,19 +267,6 @@ def read_pretrained_config(section: ModelSection) -> PretrainedConfig:
             f"model.name: no model configuration at '{section.name}': {one_line(error)}. Name a directory with a "
             "config.json, or a model on the hub (which needs a network, or a copy in the local cache)."
         ) from error
-
-
-def _untie_embeddings(config: PretrainedConfig, section: ModelSection, head: Head) -> None:
-    """Has a configuration say that embedding and head are two tensors where the files hold two that differ.
-
-    Merging an adapter that trained one of them whole leaves such files. transformers would load two and write one, and
-    a network that is sharded as it loads would have one.
-    """
-    known = model_mapping(head.auto)
-    with suppress(OSError):  # a hub's model of which only the configuration is here
-        folder = pretrained_files.weights_folder(str(section.name), section.revision)
-        if type(config) in known and pretrained_files.untied_tensors(folder, config, known[type(config)]):
-            config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
 
 
 def one_line(error: BaseException) -> str:

@@ -77,17 +77,15 @@ def turn_tokens(tokenizer: Any, turns: str | Sequence[Turn], variables: Mapping[
     except DataError:
         raise
     except Exception as error:  # whatever a template does with what it did not expect
+        roles = ", ".join(turn["role"] for turn in messages)
+        what = "a single turn of a user" if len(messages) == 1 else f"turns of {roles}"
         raise DataError(
-            f"The chat template refuses {_said(messages)}: {' '.join(str(error).split())[:300]}. Write the "
+            f"The chat template refuses {what}: {' '.join(str(error).split())[:300]}. Write the "
             "prompt out as text (no --chat), or, for samples of a run, leave the recipe's sample section out."
         ) from error
     require_encodable(written, "sample.prompt, or --prompt", "prompt")
     ids: list[int] = tokenizer.encode(written, add_special_tokens=False)
     return ids
-
-
-def _said(turns: Sequence[Turn]) -> str:
-    return "a single turn of a user" if len(turns) == 1 else f"turns of {', '.join(turn['role'] for turn in turns)}"
 
 
 def stop_tokens(generation: GenerationConfig, tokenizer: Any, taught: Sequence[int]) -> list[int]:

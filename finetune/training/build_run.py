@@ -150,7 +150,12 @@ def build_run(recipe: Recipe, *, quiet: bool = False) -> BuiltRun:
     check_recipe(recipe, launch)
     rendezvous_store.check_machines(recipe.model_dump(mode="json"), _PATIENCE)
     inputs = _read_inputs(recipe, quiet)
-    plan = _settle_plan(recipe, launch, inputs, quiet)
+    begun = resume_point.kept_micro_size(recipe, inputs.directory)
+    micro = micro_batch_search.resolve_micro_size(recipe, launch, inputs.data.digest, begun=begun, quiet=quiet)
+    config = resolve_config(micro.recipe, launch)
+    sums = choose_gradient_sums(micro.recipe, launch, config.accumulation)
+    settled = launch if sums is None else replace(launch, sync_each_batch=sums.each)
+    plan = RunPlan(inputs, micro.recipe, settled, config, micro, sums)
     rank = int(os.environ.get("RANK", "0"))
     watch = RankWatch(recipe.guard, inputs.directory.path, rank=rank, world_size=launch.num_processes)
     with ExitStack() as watched:
@@ -276,16 +281,6 @@ def _read_inputs(recipe: Recipe, quiet: bool) -> Inputs:
     return Inputs(task, directory, data, prompts, metrics, length, order, weights, base, identity)
 
 
-def _settle_plan(recipe: Recipe, launch: Launch, inputs: Inputs, quiet: bool) -> RunPlan:
-    """Settles the size of micro-batches, and when gradients are summed; every rank must call it."""
-    begun = resume_point.kept_micro_size(recipe, inputs.directory)
-    micro = micro_batch_search.resolve_micro_size(recipe, launch, inputs.data.digest, begun=begun, quiet=quiet)
-    config = resolve_config(micro.recipe, launch)
-    sums = choose_gradient_sums(micro.recipe, launch, config.accumulation)
-    settled = launch if sums is None else replace(launch, sync_each_batch=sums.each)
-    return RunPlan(inputs, micro.recipe, settled, config, micro, sums)
-
-
 def choose_gradient_sums(recipe: Recipe, launch: Launch, accumulation: int) -> GradientSums | None:
     """Chooses the same on every rank, before these form a process group; None where there is nothing to choose.
 
@@ -378,7 +373,12 @@ def _open_run(
             "data": {"digest": data.digest, **data.report},
         }
         begin = {"from_step": resume.step, "resumed_from": resume.source, "data_ranks": plan.launch.data_ranks}
-        inputs.directory.create(backend, recipe, facts, begin=begin, examples=partial(_first_examples, data))
+
+        def examples() -> list[list[dict[str, Any]]]:
+            rows = data.train
+            return [] if rows is None or data.tokenizer is None else preview(rows, data.tokenizer, data.label_names)
+
+        inputs.directory.create(backend, recipe, facts, begin=begin, examples=examples)
     folder = inputs.directory.path
     trackers = Trackers(recipe.log.trackers, folder, {"recipe": recipe.model_dump(mode="json"), "launch": launch})
     reporter = Reporter(backend, folder, inputs.length.num_steps, trackers=trackers, quiet=quiet, guard=recipe.guard)
@@ -400,13 +400,6 @@ def _open_run(
     for line in (*weights, *plan.micro_size.lines, *_start_lines(plan, backend, built, resume)):
         reporter.say(line)
     return reporter
-
-
-def _first_examples(data: TaskData) -> list[list[dict[str, Any]]]:
-    """Returns lines for `examples.json` about rows that are made of tokens."""
-    if data.train is None or data.tokenizer is None:
-        return []
-    return preview(data.train, data.tokenizer, data.label_names)
 
 
 def _start_lines(plan: RunPlan, backend: Backend, built: BuiltModel, resume: ResumePoint) -> Iterator[str]:
