@@ -208,7 +208,11 @@ class DataReport:
         lines = ["; ".join(parts), *spoiling] if parts else []
         if self.train is not None:
             lines += [f"{source.name}: {source.files}" for source in self.train.sources if source.files]
-            lines += self._too_long_lines(self.train)
+            chat = self.train.chat
+            left_out = self.train.dropped if chat is None else chat.too_long
+            share = left_out / max(1, self.train.documents + (0 if chat is None else left_out))
+            if share > _MOST_LEFT_OUT:
+                lines.append(f"{share:.0%} of the data left out as too long: {self.too_long}")
         if counted:
             (what, count), *more = counted.most_common()
             others = f", and {len(more)} other thing{'s' if len(more) > 1 else ''}" if more else ""
@@ -218,14 +222,6 @@ class DataReport:
         if self.train is not None and self.train.numbers is not None:
             lines.append(self.train.numbers.line())
         return [*lines, *self._class_notes()]
-
-    def _too_long_lines(self, split: SplitReport) -> list[str]:
-        """Returns a warning where more than a few per cent of the training documents are left out as too long."""
-        left_out = split.dropped if split.chat is None else split.chat.too_long
-        share = left_out / max(1, split.documents + (left_out if split.chat is not None else 0))
-        if share <= _MOST_LEFT_OUT:
-            return []
-        return [f"{share:.0%} of the data left out as too long: {self.too_long}"]
 
     def _class_notes(self) -> list[str]:
         notes = list(self.notes)
@@ -303,11 +299,7 @@ def _class_counts(classes: dict[str, int]) -> str:
 
 
 def check_bounds(report: DataReport, bounds: ChecksSection, *, labelled: bool = False) -> None:
-    """Compares the report with the recipe's bounds; documents with classes have no end that is learned.
-
-    Raises:
-        DataError: With all of them that do not hold.
-    """
+    """Raises a `DataError` with all bounds of the recipe that do not hold; labelled documents have no end to learn."""
     problems = [
         f"{name}: {problem}"
         for name, split in report.sides().items()

@@ -13,18 +13,10 @@ import numpy.typing as npt
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from finetune.config.recipe_schema import Recipe, Source
+from finetune.data import data_report
 from finetune.data.chat.chat_encoder import ChatEncoder
 from finetune.data.chat.chat_templates import find_template
 from finetune.data.class_labels import ClassList, KnownClasses
-from finetune.data.data_report import (
-    NO_END,
-    ChatReport,
-    DataReport,
-    SourceReport,
-    SplitReport,
-    TargetReport,
-    check_bounds,
-)
 from finetune.data.prepared_cache import Cache, Entry, NotPreparedError
 from finetune.data.progress_bar import documents_bar
 from finetune.data.rows import packed_rows
@@ -58,7 +50,7 @@ class PreparedData:
     num_labels: int | None
     """Classes of a sequence classification; None for other tasks."""
     label_names: tuple[str, ...]
-    report: DataReport
+    report: data_report.DataReport
     digest: str
     """Digest of everything that shaped the training rows (the validation rows if there are no others)."""
     contents: dict[str, str]
@@ -192,7 +184,7 @@ class _Preparation:
             if len(rows[name]) == 0 and (name == "train" or data.validation):
                 raise DataError(f"data.{name}: its documents fill no row of {self._no_row()}")
         reports = {name: self._report(side, rows[name], classes, sides.get("train")) for name, side in sides.items()}
-        report = DataReport(
+        report = data_report.DataReport(
             sequence_length=data.sequence_length,
             packing=data.packing,
             vocabulary=self._num_ids,
@@ -203,7 +195,7 @@ class _Preparation:
             seconds=time.monotonic() - began,
             reused=self._reused,
         )
-        check_bounds(report, self._recipe.checks, labelled=self._labelled)
+        data_report.check_bounds(report, self._recipe.checks, labelled=self._labelled)
         return PreparedData(
             train=rows.get("train"),
             validation=rows.get("validation") or None,
@@ -469,7 +461,9 @@ class _Preparation:
             label_classes=label_classes,
         )
 
-    def _report(self, side: _Side, rows: TokenRows, classes: ClassList | None, train: _Side | None) -> SplitReport:
+    def _report(
+        self, side: _Side, rows: TokenRows, classes: ClassList | None, train: _Side | None
+    ) -> data_report.SplitReport:
         facts, corpora = side.tokens.facts, side.tokens.corpora
         counts, made = facts[side.name], side.packed.facts
         overlap = 0
@@ -482,7 +476,7 @@ class _Preparation:
         if self._learned == "number" and rows.classes is not None:
             learned = rows.classes.astype(np.float64)
             figures = (learned.min(), learned.mean(), learned.max(), learned.std())
-            numbers = TargetReport(*map(float, figures))
+            numbers = data_report.TargetReport(*map(float, figures))
         found = findings(counts["issues"])
         chat, eos = None, self._tokenizer.eos_token_id
         wants_end = self._learned == "target" or (not self._labelled and (self._data.add_eos or self._chat is not None))
@@ -490,17 +484,17 @@ class _Preparation:
         if counts["chat"]:
             said, name_of = counts["chat"], self._tokenizer.convert_ids_to_tokens
             total, ended = said["examples"], said["ended"]
-            chat = ChatReport(
+            chat = data_report.ChatReport(
                 supervised_share=said["supervised"] / said["tokens"] if said["tokens"] else 0.0,
                 ended_share=ended / total if total else 0.0,
                 ends={str(name_of(int(token))): count for token, count in counts["ends"].items()},
-                **{part.name: said[part.name] for part in fields(ChatReport) if part.name in said},
+                **{part.name: said[part.name] for part in fields(data_report.ChatReport) if part.name in said},
             )
         elif wants_end and eos is not None:
             # A target has its end even where it was truncated, as tokenizers do it.
             ended = total if self._learned == "target" else total - made["truncated"]
         if wants_end and eos is None and ended < total:
-            found = (Finding(NO_END, total - ended, total, counts["issues"]["first"]), *found)
+            found = (Finding(data_report.NO_END, total - ended, total, counts["issues"]["first"]), *found)
         around = made["rows"] * self._wrapping.size
         places = made["rows"] * self._data.sequence_length
         targets = made["targets"] + (0 if self._learned == "tags" else around)
@@ -512,21 +506,16 @@ class _Preparation:
         own = side.name == token_files.TRAIN
         # What was left out on purpose has no tokens either.
         left_out = chat.unsupervised + chat.too_long + chat.refused if chat else 0
-        return SplitReport(
+        sources = []
+        for source in counts["sources"]:
+            corpus, unread = corpora[source["number"]], tuple(source["unread"])
+            shown = (corpus.name, source["documents"], source["tokens"], source["format"], unread, corpus.files)
+            sources.append(data_report.SourceReport(*shown))
+        return data_report.SplitReport(
             targets=targets,
             useful_share=(made["pairs"] + around) / places if places else 0.0,
             empty=counts["empty"] + made["empty"] - left_out,
-            sources=tuple(
-                SourceReport(
-                    corpora[s["number"]].name,
-                    s["documents"],
-                    s["tokens"],
-                    s["format"],
-                    tuple(s["unread"]),
-                    corpora[s["number"]].files,
-                )
-                for s in counts["sources"]
-            ),
+            sources=tuple(sources),
             overlap=overlap,
             broken=facts["broken"] if own else {},
             first_broken=facts["first_broken"] if own else None,

@@ -213,13 +213,10 @@ def _config_from_recipe(values: dict[str, Any], vocab_size: int | None, sequence
     if model_type not in CONFIG_MAPPING_NAMES:
         meant = hint(model_type, list(CONFIG_MAPPING_NAMES)) or "."
         raise RecipeError(f"model.config.model_type: transformers knows no architecture '{model_type}'{meant}")
-    try:
+    what, advice = f"model.config: transformers has no configuration of {model_type} to start from", "Name a model in "
+    # A few architectures refuse the sizes of their own configuration.
+    with RecipeError.explaining(what, f"{advice}model.name instead.", Exception):
         default = AutoConfig.for_model(model_type)
-    except Exception as error:  # a few architectures refuse the sizes of their own configuration
-        raise RecipeError(
-            f"model.config: transformers has no configuration of {model_type} to start from: {one_line(error)}. "
-            "Name a model in model.name instead."
-        ) from error
     known = set(default.to_dict()) | set(default.attribute_map)
     unknown = sorted(key for key in set(values) - known if not _reads(default, key))
     if unknown:
@@ -258,15 +255,14 @@ def read_pretrained_config(section: ModelSection) -> PretrainedConfig:
     """
     if (wrong := path_kinds.why_not(Path(str(section.name)), "model")) is not None:
         raise RecipeError(f"model.name: {wrong}")
-    try:
+    advice = (
+        "Name a directory with a config.json, or a model on the hub (which needs a network, or a copy in the local "
+    )
+    causes = (OSError, ValueError, KeyError, StrictDataclassError)
+    with RecipeError.explaining(f"model.name: no model configuration at '{section.name}'", f"{advice}cache).", *causes):
         return AutoConfig.from_pretrained(
             section.name, revision=section.revision, trust_remote_code=section.trust_remote_code
         )
-    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
-        raise RecipeError(
-            f"model.name: no model configuration at '{section.name}': {one_line(error)}. Name a directory with a "
-            "config.json, or a model on the hub (which needs a network, or a copy in the local cache)."
-        ) from error
 
 
 def one_line(error: BaseException) -> str:

@@ -71,18 +71,14 @@ def turn_tokens(tokenizer: Any, turns: str | Sequence[Turn], variables: Mapping[
     if not tokenizer.chat_template:
         raise DataError("--chat needs a tokenizer with a chat template, and this one has none. Leave --chat out.")
     messages = [{"role": "user", "content": turns}] if isinstance(turns, str) else list(turns)
-    try:
-        with bounded_work(*BOUND):
-            written = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **variables)
-    except DataError:
-        raise
-    except Exception as error:  # whatever a template does with what it did not expect
-        roles = ", ".join(turn["role"] for turn in messages)
-        what = "a single turn of a user" if len(messages) == 1 else f"turns of {roles}"
-        raise DataError(
-            f"The chat template refuses {what}: {' '.join(str(error).split())[:300]}. Write the "
-            "prompt out as text (no --chat), or, for samples of a run, leave the recipe's sample section out."
-        ) from error
+    roles = ", ".join(turn["role"] for turn in messages)
+    what = "a single turn of a user" if len(messages) == 1 else f"turns of {roles}"
+    advice = (
+        "Write the prompt out as text (no --chat), or, for samples of a run, leave the recipe's sample section out."
+    )
+    # Whatever a template does with what it did not expect.
+    with DataError.explaining(f"The chat template refuses {what}", advice, Exception), bounded_work(*BOUND):
+        written = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **variables)
     require_encodable(written, "sample.prompt, or --prompt", "prompt")
     ids: list[int] = tokenizer.encode(written, add_special_tokens=False)
     return ids

@@ -7,7 +7,7 @@ import itertools
 import json
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -135,9 +135,8 @@ def open_source(
     files = find_files(source.path, source.split)
     if len(files) == 1 and files[0].is_dir():
         return _open_saved(source, files[0], fields)
-    states = {path: _state_of(path) for path in files}
-    content = [[path.suffix.lower(), _hash_file(path)] for path in files]
-
+    states, digests = _identify(files)
+    content = [[path.suffix.lower(), digest] for path, digest in zip(files, digests, strict=True)]
     kinds = Counter(path.suffix.lower() for path in files)
     formats = ", ".join(f"{count:,} {suffix}" for suffix, count in kinds.items()) if len(kinds) > 1 else ""
 
@@ -185,8 +184,8 @@ def _open_saved(source: Source, folder: Path, fields: Fields) -> Corpus:
                 f"The data set in {inner} lists the file {name!r}, which is not a file in that directory. Save it "
                 "again with `datasets`' save_to_disk."
             )
-    states = {inner / name: _state_of(inner / name) for name in listed}
-    content = [[name, _hash_file(inner / name)] for name in sorted(listed)]
+    states, digests = _identify(inner / name for name in sorted(listed))
+    content = [[path.name, digest] for path, digest in zip(states, digests, strict=True)]
     if fields.label is not None:
         names = _read_saved(inner, "dataset_info.json", lambda info: class_names(info.get("features"), fields))
         fields = fields._replace(classes=names)
@@ -259,14 +258,14 @@ def _open_sample(source: Source, count: int, fields: Fields) -> Corpus:
     return Corpus(source, name, fields, content, read, (name,))
 
 
-def _state_of(path: Path) -> list[int]:
-    with refuse_unreadable(path):
-        return file_state(path)
-
-
-def _hash_file(path: Path) -> str:
-    with refuse_unreadable(path):
-        return file_digest(path)
+def _identify(paths: Iterable[Path]) -> tuple[dict[Path, list[int]], list[str]]:
+    """Returns the `file_state` of each file from before it is digested, and the digests."""
+    states, digests = {}, []
+    for path in paths:
+        with refuse_unreadable(path):
+            states[path] = file_state(path)
+            digests.append(file_digest(path))
+    return states, digests
 
 
 def reason_of(error: Exception) -> str:
