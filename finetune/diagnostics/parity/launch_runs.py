@@ -128,19 +128,12 @@ _WIDTH = _HEADS * _HEAD_WIDTH
 
 # The most that is left of a size, by what architectures call it.
 _AT_MOST = {
-    "intermediate_size": 2 * _WIDTH,
-    "n_inner": 2 * _WIDTH,
-    "ffn_dim": 2 * _WIDTH,
-    "moe_intermediate_size": _WIDTH,
-    "shared_expert_intermediate_size": _WIDTH,
-    "num_local_experts": 4,
-    "num_experts": 4,
+    **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim"), 2 * _WIDTH),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), _WIDTH),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), _WIDTH // 2),
+    **dict.fromkeys(("num_local_experts", "num_experts"), 4),
     "num_experts_per_tok": 2,
-    "q_lora_rank": _WIDTH // 2,
-    "kv_lora_rank": _WIDTH // 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
+    **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace"), 1),
 }
 
 # Not of the architecture: where the weights came from, and what a run settles for itself.
