@@ -255,10 +255,9 @@ def _adapter_classes(place: Path) -> list[str]:
 
 
 def _tokenizer(folder: str, trusted: bool) -> Any:
-    try:
+    causes = (OSError, ValueError, KeyError, RecursionError)
+    with CheckpointError.explaining(f"{folder} has no tokenizer that opens", "", *causes):
         found = AutoTokenizer.from_pretrained(folder, trust_remote_code=trusted)
-    except (OSError, ValueError, KeyError, RecursionError) as error:
-        raise CheckpointError(f"{folder} has no tokenizer that opens: {' '.join(str(error).split())[:300]}") from error
     if damage := why_damaged(found):
         raise CheckpointError(f"The tokenizer of {folder} {damage}. Copy them from the model that it was made from.")
     return found

@@ -231,10 +231,9 @@ def _config_from_recipe(values: dict[str, Any], vocab_size: int | None, sequence
         values["vocab_size"] = vocab_size
     if "max_position_embeddings" in known and "max_position_embeddings" not in given:
         values[renamed.get("max_position_embeddings", "max_position_embeddings")] = sequence_length
-    try:
+    # transformers validates sizes with many error types.
+    with RecipeError.explaining(f"model.config: {model_type} refuses these sizes", "", Exception):
         return AutoConfig.for_model(model_type, **values)
-    except Exception as error:  # transformers validates sizes with many error types
-        raise RecipeError(f"model.config: {model_type} refuses these sizes: {one_line(error)}.") from error
 
 
 def _reads(config: PretrainedConfig, key: str) -> bool:

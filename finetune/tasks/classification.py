@@ -93,7 +93,8 @@ def network_inputs(network: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
     return inputs
 
 
-def _loss_sum(network: nn.Module, batch: Batch) -> torch.Tensor:
+def class_loss_sum(network: nn.Module, batch: Batch) -> torch.Tensor:
+    """Returns the cross-entropy of a network, summed over the batch's targets."""
     return class_loss(class_scores(network, batch), batch)
 
 
@@ -116,7 +117,7 @@ SEQUENCE_CLASSIFICATION = transformers_task(
     HEAD,
     _build_config,
     build_data=partial(build_task_data, classifier=HEAD),
-    loss_sum=_loss_sum,
+    loss_sum=class_loss_sum,
     loss_and_correct=_loss_and_correct,
     scores=class_scores,
     labelled=True,

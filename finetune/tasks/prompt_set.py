@@ -124,7 +124,7 @@ def read_prompts(recipe: Recipe, tokenizer: Any, *, paired: bool = False) -> tup
                 ids = tokenizer.encode(text, add_special_tokens=False)
             else:
                 text = record["prompt"]
-                ids = (prompts.source_tokens if paired else prompts.text_tokens)(tokenizer, text)
+                ids = prompts.prompt_tokens(tokenizer, text, encoded=paired)
             if paired and len(ids) > room:
                 raise DataError(
                     f"{where}: the prompt has {len(ids)} tokens, and data.sequence_length is {room}. Shorten or remove "

@@ -43,6 +43,7 @@ from finetune.models import (
 from finetune.models.build_network import check_pretrained, init_weights, set_stop_tokens, settle_parameters
 from finetune.models.forward_wrapper import ForwardWrapper, unwrap
 from finetune.models.pretrained_files import Weights, files_beside
+from finetune.models.prompts import prompt_tokens
 from finetune.monitoring.flops import flops_per_target
 from finetune.monitoring.metrics import PhaseTimer, Reporter, warn
 from finetune.monitoring.nonfinite import NonFiniteGuard
@@ -60,7 +61,6 @@ from finetune.tasks.task_lookup import find_task
 from finetune.tasks.task_parts import without_validation
 from finetune.training import micro_batch_search, preflight
 from finetune.training.dry_run import check_recipe
-from finetune.training.evaluate_run import sample_prompt
 from finetune.training.micro_batch_search import MicroBatchChoice
 from finetune.training.profiler import Profiler
 from finetune.training.run import BuiltRun, Length, TrainState, measure_length
@@ -251,7 +251,8 @@ def _read_inputs(recipe: Recipe, quiet: bool) -> Inputs:
     data = task.build_data(recipe, quiet)
     if recipe.sample is not None and task.text:
         # Refused before the first step, not after the last.
-        sample_prompt(recipe.sample, recipe.chat, data.tokenizer, paired=task.paired)
+        variables = recipe.chat.template_args if recipe.chat is not None else None
+        prompt_tokens(data.tokenizer, recipe.sample.prompt, encoded=task.paired, variables=variables)
     prompts = read_prompts(recipe, data.tokenizer, paired=task.paired)
     metrics = build_metrics(recipe, task, data, prompts)
     num_rows = None if data.train is None else len(data.train)

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from finetune.config.recipe_schema import ChatSection, Recipe, SampleSection
+from finetune.config.recipe_schema import Recipe
 from finetune.data.class_labels import some
 from finetune.data.rows.feed import Rows, evaluation_batches
 from finetune.distributed.backend import Backend
 from finetune.models.forward_wrapper import unwrap, without_training
-from finetune.models.prompts import source_tokens, text_tokens, turn_tokens
+from finetune.models.prompts import prompt_tokens
 from finetune.tasks import metrics
 from finetune.tasks.causal_lm import next_token_logits
 from finetune.tasks.class_tables import MOST_COUNTED
@@ -298,22 +298,6 @@ def generate_tokens(
     return [[token - 1 for token in row if token] for row in gathered]
 
 
-def sample_prompt(section: SampleSection, chat: ChatSection | None, tokenizer: Any, *, paired: bool) -> list[int]:
-    """Returns tokens of a sample's prompt: a text's beginning, or a user's turn, where the recipe learns conversations.
-
-    Args:
-        paired: True if it is a source.
-
-    Raises:
-        DataError: If there is nothing to begin with, or the chat template refuses the turn.
-    """
-    if paired:
-        return source_tokens(tokenizer, section.prompt)
-    if chat is None:
-        return text_tokens(tokenizer, section.prompt)
-    return turn_tokens(tokenizer, section.prompt, chat.template_args)
-
-
 def sample_text(
     backend: Backend, model: nn.Module, task: Task, recipe: Recipe, tokenizer: Any, taught: Sequence[int]
 ) -> str:
@@ -324,7 +308,8 @@ def sample_text(
     """
     section = recipe.sample
     assert section is not None
-    ids = sample_prompt(section, recipe.chat, tokenizer, paired=task.paired)
+    variables = recipe.chat.template_args if recipe.chat is not None else None
+    ids = prompt_tokens(tokenizer, section.prompt, encoded=task.paired, variables=variables)
     generator = torch.Generator().manual_seed(recipe.seed)
 
     def pick(logits: torch.Tensor) -> int:

@@ -46,7 +46,7 @@ class FinetuneError(Exception):
             raise
         except caught as error:
             reason = getattr(error, "strerror", None) or " ".join(str(error).split()).rstrip(".")
-            raise cls(f"{what}: {reason[:300]}. {advice}") from error
+            raise cls(f"{what}: {reason[:300]}. {advice}".rstrip()) from error
 
 
 class RecipeError(FinetuneError, ValueError):

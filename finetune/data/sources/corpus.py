@@ -193,10 +193,9 @@ def _open_saved(source: Source, folder: Path, fields: Fields) -> Corpus:
     def read(_: Meter) -> Iterator[Document]:
         import datasets
 
-        try:
+        # Arrow and JSON errors of many kinds: all mean a damaged directory.
+        with DataError.explaining(f"The data set in {inner} cannot be opened", "Save it again.", Exception):
             dataset = datasets.load_from_disk(str(inner))
-        except Exception as error:  # Arrow and JSON errors of many kinds: all mean a damaged directory.
-            raise DataError(f"The data set in {inner} cannot be opened: {reason_of(error)}. Save it again.") from error
         return _read_dataset(dataset, fields, str(folder))
 
     return Corpus(source, str(source.path), fields, content, read, (str(folder),), states=states)
