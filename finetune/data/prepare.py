@@ -147,11 +147,11 @@ class _Preparation:
         self._identity = tokenizer.tokenizer_identity(self._tokenizer)
         self._encoder = self._find_encoder()
         self._wrapping, self._target_wrapping = tokenizer.Wrapping(), None
+        if self._learned != "tokens":
+            pair = self._paired and self._learned != "target"
+            self._wrapping = tokenizer.wrapping_of(self._tokenizer, pair=pair)
         if self._learned == "target":
-            self._wrapping = tokenizer.wrapping_of(self._tokenizer)
             self._target_wrapping = tokenizer.target_wrapping_of(self._tokenizer)
-        elif self._labelled:
-            self._wrapping = (tokenizer.pairing_of if self._paired else tokenizer.wrapping_of)(self._tokenizer)
 
         sides: dict[str, _Side] = {}
         validation_corpora = self._open("validation")

@@ -70,7 +70,7 @@ def predict_files(
     rules = Rules(data.strip, data.lowercase, 0.0)
     pairs = any(source.pair_field is not None for source in sources)
     encoder = Encoder(opened.tokenizer, learned, num_workers=data.num_workers, pairs=pairs)
-    wrapping = (tokenizer.pairing_of if pairs else tokenizer.wrapping_of)(opened.tokenizer)
+    wrapping = tokenizer.wrapping_of(opened.tokenizer, pair=pairs)
     with documents_bar("predicting", [corpus.size for corpus in corpora], quiet=False) as bar:
         before = empty = untagged = 0
         for corpus in corpora:
