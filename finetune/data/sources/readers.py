@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -119,15 +119,9 @@ def read_file(path: Path, fields: Fields, meter: Meter | None = None) -> Iterato
         yield from _READERS[suffix](path, fields, meter or Meter())
 
 
-@contextmanager
-def refuse_unreadable(path: Path) -> Iterator[None]:
+def refuse_unreadable(path: Path) -> AbstractContextManager[None]:
     """Makes an error of the file system one of the data."""
-    try:
-        yield
-    except OSError as error:
-        raise DataError(
-            f"{path} cannot be read: {error.strerror or error}. Check data.train and data.validation."
-        ) from error
+    return DataError.explaining(f"{path} cannot be read", "Check data.train and data.validation.", OSError)
 
 
 def _allowed() -> str:
