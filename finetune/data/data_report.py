@@ -208,24 +208,18 @@ class DataReport:
         lines = ["; ".join(parts), *spoiling] if parts else []
         if self.train is not None:
             lines += [f"{source.name}: {source.files}" for source in self.train.sources if source.files]
-            lines += self._too_long_lines(self.train)
+            chat = self.train.chat
+            left_out = self.train.dropped if chat is None else chat.too_long
+            share = left_out / max(1, self.train.documents + (0 if chat is None else left_out))
+            if share > _MOST_LEFT_OUT:
+                lines.append(f"{share:.0%} of the data left out as too long: {self.too_long}")
         if counted:
             (what, count), *more = counted.most_common()
             others = f", and {len(more)} other thing{'s' if len(more) > 1 else ''}" if more else ""
             lines.append(f"{count:,} {what}{others}; see `finetune data`")
-        if self.train is not None and self.train.classes:
-            lines.append(f"classes: {_class_counts(self.train.classes)}")
-        if self.train is not None and self.train.numbers is not None:
-            lines.append(self.train.numbers.line())
+        if self.train is not None:
+            lines += _target_lines(self.train)
         return [*lines, *self._class_notes()]
-
-    def _too_long_lines(self, split: SplitReport) -> list[str]:
-        """Returns a warning where more than a few per cent of the training documents are left out as too long."""
-        left_out = split.dropped if split.chat is None else split.chat.too_long
-        share = left_out / max(1, split.documents + (left_out if split.chat is not None else 0))
-        if share <= _MOST_LEFT_OUT:
-            return []
-        return [f"{share:.0%} of the data left out as too long: {self.too_long}"]
 
     def _class_notes(self) -> list[str]:
         notes = list(self.notes)
@@ -274,10 +268,7 @@ def _split_lines(name: str, split: SplitReport) -> list[str]:
             f"    {chat.examples:,} examples, {chat.answers:,} answers learned, {chat.supervised_share:.1%} of tokens "
             f"supervised, {chat.ended_share:.1%} end in a learned token{f' ({ends})' if ends else ''}"
         )
-    if split.classes:
-        lines.append(f"    classes: {_class_counts(split.classes)}")
-    if split.numbers is not None:
-        lines.append(f"    {split.numbers.line()}")
+    lines += [f"    {line}" for line in _target_lines(split)]
     if found := [f"{count:,} {what}" for what, count in _notes(split).items()]:
         lines.append(f"    {', '.join(found)}")
     lines += [f"    {_finding_line(finding)}" for finding in split.findings]
@@ -297,17 +288,16 @@ def _finding_line(finding: Finding) -> str:
     return f"{finding.count:,} of {finding.of:,} {WORDS[finding.kind]}; the first: {finding.example}"
 
 
-def _class_counts(classes: dict[str, int]) -> str:
-    """The largest first."""
-    return some([f"{name} {count:,}" for name, count in sorted(classes.items(), key=lambda item: -item[1])])
+def _target_lines(split: SplitReport) -> list[str]:
+    """Returns a line on the classes, the largest first, or on the numbers that are learned; none for other tasks."""
+    if split.numbers is not None:
+        return [split.numbers.line()]
+    ordered = sorted(split.classes.items(), key=lambda item: -item[1])
+    return [f"classes: {some([f'{name} {count:,}' for name, count in ordered])}"] if ordered else []
 
 
 def check_bounds(report: DataReport, bounds: ChecksSection, *, labelled: bool = False) -> None:
-    """Compares the report with the recipe's bounds; documents with classes have no end that is learned.
-
-    Raises:
-        DataError: With all of them that do not hold.
-    """
+    """Raises a `DataError` with all bounds of the recipe that do not hold; labelled documents have no end to learn."""
     problems = [
         f"{name}: {problem}"
         for name, split in report.sides().items()

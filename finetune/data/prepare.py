@@ -13,24 +13,17 @@ import numpy.typing as npt
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from finetune.config.recipe_schema import Recipe, Source
+from finetune.data import data_report
 from finetune.data.chat.chat_encoder import ChatEncoder
 from finetune.data.chat.chat_templates import find_template
 from finetune.data.class_labels import ClassList, KnownClasses
-from finetune.data.data_report import (
-    NO_END,
-    ChatReport,
-    DataReport,
-    SourceReport,
-    SplitReport,
-    TargetReport,
-    check_bounds,
-)
 from finetune.data.prepared_cache import Cache, Entry, NotPreparedError
 from finetune.data.progress_bar import documents_bar
 from finetune.data.rows import packed_rows
 from finetune.data.rows.packed_rows import TokenRows
 from finetune.data.sources.conversation_formats import RecordForm, Tolerance
 from finetune.data.sources.corpus import Corpus, Rules, held_out_digests, label_places, open_source
+from finetune.data.sources.readers import LABELLED, Learned
 from finetune.data.text_issues import Finding, findings
 from finetune.data.tokenization import token_files, tokenizer
 from finetune.data.tokenization.memmap import Int64s, map_array
@@ -57,7 +50,7 @@ class PreparedData:
     num_labels: int | None
     """Classes of a sequence classification; None for other tasks."""
     label_names: tuple[str, ...]
-    report: DataReport
+    report: data_report.DataReport
     digest: str
     """Digest of everything that shaped the training rows (the validation rows if there are no others)."""
     contents: dict[str, str]
@@ -87,11 +80,8 @@ class _Side:
 
 def prepare_data(
     recipe: Recipe,
+    learned: Learned = "tokens",
     *,
-    labelled: bool = False,
-    numbers: bool = False,
-    targets: bool = False,
-    tagged: bool = False,
     known: KnownClasses | None = None,
     longest: Callable[[], int | None] = lambda: None,
     quiet: bool = False,
@@ -102,10 +92,6 @@ def prepare_data(
     there is a process group, so that nobody waits inside a collective.
 
     Args:
-        labelled: True if documents have classes, numbers or tags.
-        numbers: True if they have numbers.
-        targets: True if documents are pairs of a source and its target.
-        tagged: True if each word has a class of its own.
         known: The classes of the pretrained classifier that the recipe starts from, if it does.
         longest: Returns the tokens of the longest row that the model takes, None if that is not known; for advice.
         quiet: Show no progress and do not say when this process waits.
@@ -113,8 +99,7 @@ def prepare_data(
     Raises:
         DataError: If data or tokenizer cannot be used as the recipe says.
     """
-    kinds = {"numbers": numbers, "tagged": tagged, "targets": targets}
-    preparation = _Preparation(recipe, labelled, known, longest, quiet=quiet, **kinds)
+    preparation = _Preparation(recipe, learned, known, longest, quiet)
     try:
         return preparation.run()
     except NotPreparedError as error:
@@ -128,18 +113,14 @@ class _Preparation:
     def __init__(
         self,
         recipe: Recipe,
-        labelled: bool,
+        learned: Learned,
         known: KnownClasses | None,
         longest: Callable[[], int | None],
-        *,
-        numbers: bool,
-        targets: bool,
-        tagged: bool,
         quiet: bool,
     ) -> None:
         self._recipe, self._data, self._chat = recipe, recipe.data, recipe.chat
-        self._labelled, self._known, self._longest, self._quiet = labelled, known, longest, quiet
-        self._numbers, self._tagged, self._targets = numbers, tagged, targets
+        self._learned: Learned = learned
+        self._labelled, self._known, self._longest, self._quiet = learned in LABELLED, known, longest, quiet
         self._paired = any(source.pair_field is not None for source in (*recipe.data.train, *recipe.data.validation))
         self._cache = Cache(Path(recipe.data.cache_dir), quiet=quiet)
         self._encoder: Encoder | ChatEncoder | None = None
@@ -157,7 +138,7 @@ class _Preparation:
                     f"data.validation.{number}.weight is {source.weight:g}, but evaluation reads every document once. "
                     "Remove the weight; `limit` reads fewer documents."
                 )
-        if self._targets and not self._paired:
+        if self._learned == "target" and not self._paired:
             raise DataError("A target is learned for each text: name its column in each source as `pair_field`.")
         train_corpora = self._train_corpora = self._open("train")
         train_rules = self._rules(data.validation_fraction if data.train and not data.validation else 0.0)
@@ -166,11 +147,11 @@ class _Preparation:
         self._identity = tokenizer.tokenizer_identity(self._tokenizer)
         self._encoder = self._find_encoder()
         self._wrapping, self._target_wrapping = tokenizer.Wrapping(), None
-        if self._targets:
-            self._wrapping = tokenizer.wrapping_of(self._tokenizer)
+        if self._learned != "tokens":
+            pair = self._paired and self._learned != "target"
+            self._wrapping = tokenizer.wrapping_of(self._tokenizer, pair=pair)
+        if self._learned == "target":
             self._target_wrapping = tokenizer.target_wrapping_of(self._tokenizer)
-        elif self._labelled:
-            self._wrapping = (tokenizer.pairing_of if self._paired else tokenizer.wrapping_of)(self._tokenizer)
 
         sides: dict[str, _Side] = {}
         validation_corpora = self._open("validation")
@@ -191,7 +172,7 @@ class _Preparation:
 
         first, corpora = next(iter(sides.values())), (*train_corpora, *validation_corpora)
         classes = None
-        if self._labelled and not self._numbers:
+        if self._labelled and self._learned != "number":
             known = [self._known] if self._known is not None else []
             named = [corpus for corpus in corpora if corpus.fields.classes]
             known += [KnownClasses(corpus.fields.classes, corpus.name) for corpus in named[:1]]
@@ -203,7 +184,7 @@ class _Preparation:
             if len(rows[name]) == 0 and (name == "train" or data.validation):
                 raise DataError(f"data.{name}: its documents fill no row of {self._no_row()}")
         reports = {name: self._report(side, rows[name], classes, sides.get("train")) for name, side in sides.items()}
-        report = DataReport(
+        report = data_report.DataReport(
             sequence_length=data.sequence_length,
             packing=data.packing,
             vocabulary=self._num_ids,
@@ -214,7 +195,7 @@ class _Preparation:
             seconds=time.monotonic() - began,
             reused=self._reused,
         )
-        check_bounds(report, self._recipe.checks, labelled=self._labelled)
+        data_report.check_bounds(report, self._recipe.checks, labelled=self._labelled)
         return PreparedData(
             train=rows.get("train"),
             validation=rows.get("validation") or None,
@@ -238,7 +219,7 @@ class _Preparation:
             shorter = {"drop": "cut_left", "cut_left": "cut_right"}.get(self._chat.too_long)
             advice += [f"set chat.too_long={shorter}"] if shorter is not None else []
         else:
-            advice.append(f"set data.long_documents={'truncate' if self._targets else 'split'}")
+            advice.append(f"set data.long_documents={'truncate' if self._learned == 'target' else 'split'}")
         return " or ".join(advice) or "cut them into shorter ones"
 
     def estimate_rows(self) -> int:
@@ -286,23 +267,21 @@ class _Preparation:
             if self._chat is not None:
                 named = (source.format, source.fields, self._chat.roles, source.text_field)
                 form = RecordForm(*named, strip=self._data.strip, tolerance=self._tolerance, source=key)
-            kinds = {"labelled": self._labelled, "numbers": self._numbers, "tagged": self._tagged}
-            kinds["target"] = self._targets
-            corpora.append(open_source(source, form=form, key=key, **kinds))
+            corpora.append(open_source(source, self._learned, form=form, key=key))
         return corpora
 
     def _rules(self, held_out: float) -> Rules:
         if self._chat is not None:
             # What is hashed and kept is JSON, and what is said in it stays as it is.
-            return Rules(False, False, held_out, False)
-        return Rules(self._data.strip, self._data.lowercase, held_out, self._labelled, self._numbers, self._tagged)
+            return Rules(False, False, held_out)
+        return Rules(self._data.strip, self._data.lowercase, held_out, self._learned)
 
     def _key(self, corpora: Sequence[Corpus], rules: Rules) -> dict[str, Any]:
         """Lists all that shapes the texts of some sources."""
         key = {
             "format": token_files.FORMAT_VERSION,
             "sources": [corpus.fingerprint for corpus in corpora],
-            "rules": [rules.strip, rules.lowercase, rules.held_out, rules.labelled],
+            "rules": [rules.strip, rules.lowercase, rules.held_out, rules.learned in LABELLED],
         }
         return {**key, "split": "by class"} if rules.by_class else key
 
@@ -347,9 +326,7 @@ class _Preparation:
 
     def _find_encoder(self) -> Encoder | ChatEncoder:
         if self._chat is None:
-            workers = self._data.num_workers
-            kinds = {"pairs": self._paired, "tagged": self._tagged, "targets": self._targets}
-            return Encoder(self._tokenizer, num_workers=workers, **kinds)
+            return Encoder(self._tokenizer, self._learned, num_workers=self._data.num_workers, pairs=self._paired)
         template = find_template(self._tokenizer, self._chat.template, self._chat.template_args)
         if self._chat.template is not None:
             # What is trained is what the saved tokenizer writes.
@@ -365,7 +342,7 @@ class _Preparation:
 
     def _around(self) -> tuple[int | None, int | None]:
         """Tokens that go before and behind a document of plain text."""
-        if self._labelled or self._targets:
+        if self._labelled or self._learned == "target":
             # Special tokens go around the text when a batch is built, behind any truncation.
             return None, None
         bos = self._tokenizer.bos_token_id if self._data.add_bos else None
@@ -428,10 +405,7 @@ class _Preparation:
         }
         if around is not None:
             key["around"] = [self._wrapping, around]
-        masked = self._chat is not None
-        dtype = tokens.facts["dtype"]
-        parts = {"labelled": self._labelled, "masked": masked, "paired": self._paired, "tagged": self._tagged}
-        file = token_files.TokenFile(tokens.folder, side, dtype, **parts)
+        file = token_files.TokenFile(tokens.folder, side, tokens.facts["dtype"])
 
         def build(folder: Path) -> dict[str, Any]:
             if around is not None:
@@ -462,13 +436,14 @@ class _Preparation:
         elif classes is not None:
             assert file.labels is not None
             numbers = classes.renumber(file.labels, side.tokens.facts["labels"])
-        elif self._numbers:
+        elif self._learned == "number":
             assert file.labels is not None
             numbers = np.array(side.tokens.facts["labels"], np.float32)[file.labels]
         pairs = None
-        if file.firsts is not None and not self._targets:
+        if file.firsts is not None and self._learned != "target":
             # A row is one document of a classifier.
             pairs = np.stack([file.firsts, np.diff(file.offsets) - file.firsts], axis=1)
+        targets = side.packed.folder / packed_rows.ROW_TARGETS
         return TokenRows(
             tokens=file.tokens,
             packed=packed_rows.load_rows(side.packed.folder),
@@ -481,12 +456,14 @@ class _Preparation:
             target_wrapping=self._target_wrapping,
             pairs=pairs,
             mask=file.mask,
-            row_targets=map_array(side.packed.folder / packed_rows.ROW_TARGETS) if file.mask or self._tagged else None,
+            row_targets=map_array(targets) if targets.exists() else None,
             token_labels=file.token_labels,
             label_classes=label_classes,
         )
 
-    def _report(self, side: _Side, rows: TokenRows, classes: ClassList | None, train: _Side | None) -> SplitReport:
+    def _report(
+        self, side: _Side, rows: TokenRows, classes: ClassList | None, train: _Side | None
+    ) -> data_report.SplitReport:
         facts, corpora = side.tokens.facts, side.tokens.corpora
         counts, made = facts[side.name], side.packed.facts
         overlap = 0
@@ -496,31 +473,31 @@ class _Preparation:
         if classes is not None:
             of_classes = dict(zip(classes.names, rows.class_counts(classes.count).tolist(), strict=True))
         numbers = None
-        if self._numbers and rows.classes is not None:
+        if self._learned == "number" and rows.classes is not None:
             learned = rows.classes.astype(np.float64)
             figures = (learned.min(), learned.mean(), learned.max(), learned.std())
-            numbers = TargetReport(*map(float, figures))
+            numbers = data_report.TargetReport(*map(float, figures))
         found = findings(counts["issues"])
         chat, eos = None, self._tokenizer.eos_token_id
-        wants_end = self._targets or (not self._labelled and (self._data.add_eos or self._chat is not None))
+        wants_end = self._learned == "target" or (not self._labelled and (self._data.add_eos or self._chat is not None))
         total, ended = counts["documents"], 0
         if counts["chat"]:
             said, name_of = counts["chat"], self._tokenizer.convert_ids_to_tokens
             total, ended = said["examples"], said["ended"]
-            chat = ChatReport(
+            chat = data_report.ChatReport(
                 supervised_share=said["supervised"] / said["tokens"] if said["tokens"] else 0.0,
                 ended_share=ended / total if total else 0.0,
                 ends={str(name_of(int(token))): count for token, count in counts["ends"].items()},
-                **{part.name: said[part.name] for part in fields(ChatReport) if part.name in said},
+                **{part.name: said[part.name] for part in fields(data_report.ChatReport) if part.name in said},
             )
         elif wants_end and eos is not None:
             # A target has its end even where it was truncated, as tokenizers do it.
-            ended = total if self._targets else total - made["truncated"]
+            ended = total if self._learned == "target" else total - made["truncated"]
         if wants_end and eos is None and ended < total:
-            found = (Finding(NO_END, total - ended, total, counts["issues"]["first"]), *found)
+            found = (Finding(data_report.NO_END, total - ended, total, counts["issues"]["first"]), *found)
         around = made["rows"] * self._wrapping.size
         places = made["rows"] * self._data.sequence_length
-        targets = made["targets"] + (0 if self._tagged else around)
+        targets = made["targets"] + (0 if self._learned == "tags" else around)
         if self._target_wrapping is not None:
             around += made["rows"] * self._target_wrapping.size
             places *= 2
@@ -529,21 +506,16 @@ class _Preparation:
         own = side.name == token_files.TRAIN
         # What was left out on purpose has no tokens either.
         left_out = chat.unsupervised + chat.too_long + chat.refused if chat else 0
-        return SplitReport(
+        sources = []
+        for source in counts["sources"]:
+            corpus, unread = corpora[source["number"]], tuple(source["unread"])
+            shown = (corpus.name, source["documents"], source["tokens"], source["format"], unread, corpus.files)
+            sources.append(data_report.SourceReport(*shown))
+        return data_report.SplitReport(
             targets=targets,
             useful_share=(made["pairs"] + around) / places if places else 0.0,
             empty=counts["empty"] + made["empty"] - left_out,
-            sources=tuple(
-                SourceReport(
-                    corpora[s["number"]].name,
-                    s["documents"],
-                    s["tokens"],
-                    s["format"],
-                    tuple(s["unread"]),
-                    corpora[s["number"]].files,
-                )
-                for s in counts["sources"]
-            ),
+            sources=tuple(sources),
             overlap=overlap,
             broken=facts["broken"] if own else {},
             first_broken=facts["first_broken"] if own else None,

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,10 +73,8 @@ class Cache:
         """
         self._root = root
         self._quiet = quiet
-        try:
+        with self._usable():
             root.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise self._unusable(error) from error
 
     def entry(self, name: str, build: Callable[[Path], dict[str, Any]]) -> Entry:
         """Returns a folder, building it if it is missing or damaged.
@@ -95,7 +93,7 @@ class Cache:
         folder = self._root / name
         before = _checked_at(folder)
         try:
-            with self._lock(name, there=before is not None):
+            with self._usable(), self._lock(name, there=before is not None):
                 # Another process has built or checked it since this one came.
                 known = _checked_at(folder) != before
                 return self._open(folder, known=known) or self._build(folder, build)
@@ -104,8 +102,6 @@ class Cache:
             if found := self._open(folder, known=False):
                 return found
             raise
-        except OSError as error:
-            raise self._unusable(error) from error
 
     def _open(self, folder: Path, *, known: bool) -> Entry | None:
         """The folder, if it is what was built; if `known` to be, only its list of files and their sizes are checked."""
@@ -189,26 +185,25 @@ class Cache:
         """Keeps other processes from a folder; `there` says that it has only to be checked."""
         lock = filelock.FileLock(self._root / f"{name}.lock")
         try:
-            if (reason := why_unlockable(self._root)) is not None:
-                # A lock of this machine would not do: processes of several machines may prepare the same data.
-                raise _NoLockError(
-                    f"The cache directory {self._root} cannot be used: its file system has no locks (flock: {reason}), "
-                    "and processes that prepare the same data need one. Set data.cache_dir to a directory on another "
-                    "file system, such as a local disk."
-                )
-            try:
-                lock.acquire(timeout=_SILENT_WAIT_S)
-            except filelock.Timeout:
-                if os.environ.get("RANK", "0") == "0":  # of the ranks of a launch one is enough
-                    what = "checking" if there else "preparing"
-                    self._say(f"Waiting for another process that is {what} the same data.")
-                self._quiet = True
-                lock.acquire()
+            with self._usable(_NoLockError):
+                if (reason := why_unlockable(self._root)) is not None:
+                    # A lock of this machine would not do: processes of several machines may prepare the same data.
+                    raise _NoLockError(
+                        f"The cache directory {self._root} cannot be used: its file system has no locks (flock: "
+                        f"{reason}), and processes that prepare the same data need one. Set data.cache_dir to a "
+                        "directory on another file system, such as a local disk."
+                    )
+                try:
+                    lock.acquire(timeout=_SILENT_WAIT_S)
+                except filelock.Timeout:
+                    if os.environ.get("RANK", "0") == "0":  # of the ranks of a launch one is enough
+                        what = "checking" if there else "preparing"
+                        self._say(f"Waiting for another process that is {what} the same data.")
+                    self._quiet = True
+                    lock.acquire()
         except KeyboardInterrupt as error:  # which the one that prepares it gets as well
             self._note_kept(error)
             raise
-        except OSError as error:
-            raise _NoLockError(str(self._unusable(error))) from error
         try:
             yield
         finally:
@@ -217,11 +212,10 @@ class Cache:
     def _note_kept(self, error: KeyboardInterrupt, more: str = "") -> None:
         error.add_note(f"The parts of the data that were finished are kept in {self._root}{more}.")
 
-    def _unusable(self, error: OSError) -> DataError:
-        return DataError(
-            f"The cache directory {self._root} cannot be used: {error.strerror or error}. Set data.cache_dir to a "
-            "directory that can be written and has room."
-        )
+    def _usable(self, kind: type[DataError] = DataError) -> AbstractContextManager[None]:
+        """Makes an error of the file system one of the data."""
+        advice = "Set data.cache_dir to a directory that can be written and has room."
+        return kind.explaining(f"The cache directory {self._root} cannot be used", advice, OSError)
 
 
 class _NoLockError(DataError):

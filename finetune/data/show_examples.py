@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -31,19 +32,14 @@ def preview(rows: Rows, tokenizer: Any, label_names: Sequence[str]) -> list[list
 
 def _parts(line: Text) -> list[dict[str, Any]]:
     """Returns the learned and the other parts of a line in turn; what divides two learned tokens is in theirs."""
-    text, learned = line.plain.lstrip("\n"), np.zeros(len(line.plain), dtype=bool)
+    text = line.plain.lstrip("\n")
+    learned = np.zeros(len(line.plain), dtype=bool)
     for span in line.spans:
         learned[span.start : span.end] |= span.style == _LEARNED
     learned = learned[len(learned) - len(text) :]
-    between = np.flatnonzero(~learned[1:-1] & learned[:-2] & learned[2:]) + 1
-    learned[between] = True
-    ends = [*np.flatnonzero(np.diff(learned)) + 1, len(text)]
-    starts = [0, *ends[:-1]]
-    return [
-        {"text": text[start:end], "learned": bool(learned[start])}
-        for start, end in zip(starts, ends, strict=True)
-        if end > start
-    ]
+    learned[1:-1] |= learned[:-2] & learned[2:]
+    parts = itertools.groupby(zip(text, learned.tolist(), strict=True), itemgetter(1))
+    return [{"text": "".join(letter for letter, _ in part), "learned": is_learned} for is_learned, part in parts]
 
 
 def examples(

@@ -74,7 +74,7 @@ def survey_source(path: str, kind: Kind | None = None, given: Mapping[str, Any] 
         AS_IT_IS, (given or {}).get("fields", {}), {}, "text", strip=True, tolerance=Tolerance(lenient=False)
     )
     split = {"split": given["split"]} if given and "split" in given else {}
-    first = next(open_source(Source(path=path, **split), labelled=False, form=raw).documents(), None)
+    first = next(open_source(Source(path=path, **split), form=raw).documents(), None)
     if first is None:
         raise DataError(f"{path} holds no documents. Name a file with some.")
     found, keys = _describe(json.loads(first.text), kind, given or {}, first.where)
@@ -83,7 +83,9 @@ def survey_source(path: str, kind: Kind | None = None, given: Mapping[str, Any] 
     form = None
     if found == "conversations":
         form = RecordForm("auto", keys.get("fields", {}), {}, "text", strip=True, tolerance=tolerance)
-    corpus = open_source(Source(path=path, **keys), labelled=found == "labelled", form=form, key=_SOURCE)
+    corpus = open_source(
+        Source(path=path, **keys), "class" if found == "labelled" else "tokens", form=form, key=_SOURCE
+    )
     documents = corpus.documents()
     texts: list[str] = []
     labels: Counter[int | str] = Counter()

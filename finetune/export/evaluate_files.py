@@ -1,6 +1,5 @@
 """Validation loss of an opened network on files; perplexity of a language model, and figures of each class."""
 
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +17,6 @@ from finetune.data.rows.feed import evaluation_batches
 from finetune.export.load_model import LoadedModel
 from finetune.models import lora_adapters
 from finetune.tasks import causal_lm, metrics
-from finetune.tasks.task import Figures
 from finetune.utils.errors import DataError, RecipeError
 from finetune.utils.to_device import batch_to_device
 
@@ -121,18 +119,13 @@ def evaluate_files(
         opened.require_labels()
     if task.labelled and task.loss_and_numbers is None:
         known = KnownClasses(opened.class_names, f"the classifier {opened.home or opened.tokenizer_folder}")
-    numbers = task.loss_and_numbers is not None
-    kinds: dict[str, Any] = {"labelled": task.labelled, "numbers": numbers, "tagged": task.tagged}
-    prepared = prepare.prepare_data(recipe, known=known, targets=task.paired, **kinds)
+    prepared = prepare.prepare_data(recipe, task.learned, known=known)
     rows, report = prepared.validation, prepared.report.validation
     if rows is None or report is None:
         raise DataError("The files of --data hold no text to evaluate. Name others.")
-    loss, hits, targets = 0.0, 0.0, rows.num_targets(np.arange(len(rows)))
-    classes = torch.zeros(2, len(rows), dtype=torch.float64 if numbers else torch.int64)
-    counted: list[torch.Tensor] = []
-    function = task.loss_and_numbers or task.loss_and_correct
-    if task.labelled and function is None:
+    if task.labelled and task.loss_and_numbers is task.loss_and_correct is None:
         raise RecipeError("--data: the run's task gives no class of each row (`loss_and_correct`), and no number.")
+    targets, evaluation = rows.num_targets(np.arange(len(rows))), metrics.Evaluation(task, len(rows), opened.device)
     say(f"Evaluating {len(rows):,} rows of {recipe.data.sequence_length} tokens, {targets:,} targets.")
     if left_out := report.left_out():
         said = ", ".join(f"{what} {count:,}" for what, count in left_out.items())
@@ -140,40 +133,13 @@ def evaluate_files(
     with torch.no_grad(), rows_bar("evaluating", len(rows)) as advance:
         for share, batch in evaluation_batches(rows, micro_size):
             sent = batch_to_device(batch, opened.device)
-            if task.labelled:
-                assert function is not None
-                found = function(opened.network, sent).cpu()
-                loss += float(found[0].double())
-                if task.tagged:
-                    counted.append(found[1:].double())
-                    advance(share.size)
-                    continue
-                classes[:, share] = torch.stack([s.to(classes.dtype) for s in (found[-len(share) :], batch["targets"])])
-            elif task.paired and function is not None:
-                found = function(opened.network, sent).double()
-                loss, hits = loss + float(found[0]), hits + float(found[1])
-            else:
-                loss += float(causal_lm.CAUSAL_LM.loss_sum(opened.network, sent).double())
+            evaluation.add(share, evaluation.function(opened.network, sent), sent, rows.num_targets(share))
             advance(share.size)
-    mean = loss / max(1, targets)
-    if not task.labelled:
-        right = {"accuracy": hits / max(1, targets)} if task.paired else {}
-        return {"loss": mean, "perplexity": math.exp(min(mean, 700.0)), **right, "targets": targets}
-    if task.tagged:
-        hits, *summed = torch.stack(counted).sum(0).tolist()
-        found_of = task.figures_of_counts
-        told = found_of(summed, opened.class_names) if found_of is not None else Figures({}, {})
-        accuracy = hits / max(1, targets)
-        return {"loss": mean, "targets": targets, "accuracy": accuracy, **told.whole, "classes": told.classes}
-    if numbers:
-        return {"loss": mean, "targets": targets, **metrics.compare_numbers(classes)}
-    counts = metrics.count_classes(classes, opened.class_names)
-    return {
-        "loss": mean,
-        "targets": targets,
-        "accuracy": float((classes[0] == classes[1]).double().mean()),
-        "recall_macro": metrics.recall_macro(counts),
-        "f1_macro": metrics.f1_macro(counts),
-        "classes": counts,
-        "confusions": metrics.count_confusions(classes, opened.class_names),
-    }
+    figures, classes = evaluation.figures(opened.class_names if task.labelled else ())
+    found: dict[str, Any] = {**figures, "targets": targets}
+    if task.labelled and task.loss_and_numbers is None:
+        found["classes"] = classes
+    if evaluation.predicted is not None and evaluation.counts_classes:
+        confusions = metrics.count_confusions(evaluation.predicted, opened.class_names)
+        found |= {"f1_macro": metrics.mean_of_classes(classes, "f1"), "confusions": confusions}
+    return found

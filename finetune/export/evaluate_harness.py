@@ -204,12 +204,8 @@ def add_results(folder: Path, rows: list[dict[str, Any]]) -> Path:
     """
     file, new = folder / NAME, {_evaluation_of(row) for row in rows}
     kept = [row for row in read_results(folder) if _evaluation_of(row) not in new]
-    try:
+    with CheckpointError.explaining(f"{file} cannot be written", "Let it be written there."):
         atomic_files.write_json(file, [*kept, *rows])
-    except OSError as error:
-        raise CheckpointError(
-            f"{file} cannot be written: {error.strerror or error}. Let it be written there."
-        ) from error
     return file
 
 

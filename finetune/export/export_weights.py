@@ -24,17 +24,8 @@ from finetune.config import path_kinds
 from finetune.config.recipe_schema import Recipe
 from finetune.export import find_weights, merge, model_card, verify_export, write_gguf
 from finetune.export.find_weights import WeightSource
-from finetune.models import lora_adapters, prompts
+from finetune.models import lora_adapters, pretrained_files, prompts
 from finetune.models.heads import Head
-from finetune.models.model_config import one_line
-from finetune.models.pretrained_files import (
-    added_modules,
-    as_written,
-    files_beside,
-    write_beside,
-    written_shapes,
-    written_ties,
-)
 from finetune.tasks.task import TaskData
 from finetune.tasks.task_lookup import find_task
 from finetune.utils.atomic_files import lock_file, remove_path, sync_files, sync_to_disk, write_json
@@ -130,7 +121,11 @@ def export_weights(
                 stops = (_write_adapter if kind == "adapter" else _write_merged)(job, staging, say)
                 if ready.tokenizer is not None:
                     ready.tokenizer.save_pretrained(staging)
-                write_beside(staging, files_beside(recipe) | files_beside(merge.opened_recipe(found, recipe)))
+                pretrained_files.write_beside(
+                    staging,
+                    pretrained_files.files_beside(recipe)
+                    | pretrained_files.files_beside(merge.opened_recipe(found, recipe)),
+                )
                 prompts.check_stop_tokens(staging, stops, ready.tokenizer)
             proof = _verify(job, staging)
             for line in proof:
@@ -190,7 +185,7 @@ def _write_merged(job: _Export, staging: Path, say: Say) -> list[int]:
         stops = _stops(job, generation, say)
         model.generation_config = prompts.stopping_at(generation, stops)
     infinite = {name for name, buffer in model.named_buffers() if bool(buffer.isinf().any())}
-    shapes, ties = written_shapes(model), written_ties(model)
+    shapes, ties = pretrained_files.written_shapes(model), pretrained_files.written_ties(model)
     model.save_pretrained(staging, max_shard_size=job.shard_size)
     del model
     gc.collect()  # networks refer to themselves
@@ -252,7 +247,7 @@ def _verify(job: _Export, staging: Path) -> list[str]:
     else:
         model = lora_adapters.merge_adapters(model, torch.float32)
         state = model.state_dict()
-        expected = as_written(model, state)
+        expected = pretrained_files.as_written(model, state)
     if job.gguf is not None:
         read = partial(write_gguf.read_tensors, config=job.config, names=expected.keys())
         worst = verify_export.worst_tensor(staging / job.gguf, expected, read)
@@ -292,7 +287,7 @@ def _check_base_opens(job: _Export) -> None:
     with torch.device("meta"):
         bare = job.head.auto.from_config(copy.deepcopy(job.config), trust_remote_code=section.trust_remote_code)
     beside = job.head.modules_beside_body(bare)
-    if lacking := [name for name in added_modules(bare, section, job.head) if name not in beside]:
+    if lacking := [name for name in pretrained_files.added_modules(bare, section, job.head) if name not in beside]:
         raise RecipeError(
             f"{section.name} is stored in 4 bits and lacks {', '.join(lacking)}, which transformers cannot draw there: "
             "nobody could open an adapter on it. Use --as merged or --as merged-16bit."
@@ -367,12 +362,9 @@ def check_login(name: str) -> None:
             f"--push-to {name}: nobody is logged in to the hub. Run `hf auth login`, or set HF_TOKEN; or leave "
             "--push-to out, and upload the folder later. Nothing was written."
         )
-    try:
+    what = f"--push-to {name}: the hub refuses this login, or is out of reach"
+    with CheckpointError.explaining(what, "Nothing was written.", Exception):  # the client's errors have many classes
         huggingface_hub.HfApi().whoami()
-    except Exception as error:  # the client's errors have many classes
-        raise CheckpointError(
-            f"--push-to {name}: the hub refuses this login, or is out of reach: {one_line(error)[:300]}."
-        ) from error
 
 
 def push_folder(folder: Path, name: str) -> str:
@@ -382,11 +374,8 @@ def push_folder(folder: Path, name: str) -> str:
         CheckpointError: If that fails; the folder stays.
     """
     api = huggingface_hub.HfApi()
-    try:
+    advice = f"The export is whole, in {folder}: `hf upload {name} {folder}`."
+    with CheckpointError.explaining(f"--push-to {name}", advice, Exception):  # the client's errors have many classes
         place = api.create_repo(name, private=True, exist_ok=True)
         api.upload_folder(repo_id=place.repo_id, folder_path=str(folder), commit_message="Export")
-    except Exception as error:  # the client's errors have many classes
-        raise CheckpointError(
-            f"--push-to {name}: {one_line(error)[:300]}. The export is whole, in {folder}: `hf upload {name} {folder}`."
-        ) from error
     return str(place)

@@ -87,12 +87,8 @@ def generate_text(
     if not encoded:
         opened.require_text()
     tokenizer, longest = opened.tokenizer, opened.longest
-    if isinstance(prompt, str) and encoded:
-        ids = prompts.source_tokens(tokenizer, prompt)
-    elif isinstance(prompt, str) and not chat:
-        ids = prompts.text_tokens(tokenizer, prompt)
-    else:
-        ids = prompts.turn_tokens(tokenizer, prompt, opened.template_args)
+    plain = isinstance(prompt, str) and not chat
+    ids = prompts.prompt_tokens(tokenizer, prompt, encoded=encoded, variables=None if plain else opened.template_args)
     # What is written behind an encoder has positions of its own.
     taken = 0 if encoded else len(ids)
     room = options.max_new_tokens if longest is None else min(options.max_new_tokens, longest - taken)

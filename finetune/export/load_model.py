@@ -153,7 +153,7 @@ def load_model(
             )
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
         task = _task_of(config, name)
-        model, lines = _load_plain(name, task, config, dtype, trust_remote_code)
+        model, lines = _load_plain(name, task, config, dtype=dtype, trust_remote_code=trust_remote_code)
         home = place if place.is_dir() else None
         return _ready(LoadedModel(model, task, _tokenizer(name, trust_remote_code), name, None, lines=lines, home=home))
     except (OSError, ValueError, RecursionError, StrictDataclassError) as error:
@@ -204,7 +204,8 @@ def _load_adapter(place: Path, base: str | None, dtype: torch.dtype | str, trust
         config.id2label, config.label2id = dict(enumerate(names)), {name: n for n, name in enumerate(names)}
     else:
         _task_of(config, name)
-    model, lines = _load_plain(name, task, config, dtype, trusted, revision, new_head=task.labelled)
+    options = {"revision": revision, "dtype": dtype, "trust_remote_code": trusted}
+    model, lines = _load_plain(name, task, config, new_head=task.labelled, **options)
     folder = str(place) if any(place.glob("tokenizer*")) else name
     adapted, tokenizer = lora_adapters.open_adapter(model, place), _tokenizer(folder, trusted)
     stops = tuple(prompts.read_stop_tokens(place))
@@ -212,19 +213,10 @@ def _load_adapter(place: Path, base: str | None, dtype: torch.dtype | str, trust
 
 
 def _load_plain(
-    name: str,
-    task: Task,
-    config: Any,
-    dtype: torch.dtype | str,
-    trusted: bool,
-    revision: str | None = None,
-    *,
-    new_head: bool = False,
+    name: str, task: Task, config: Any, *, new_head: bool = False, **options: Any
 ) -> tuple[nn.Module, tuple[str, ...]]:
     assert task.head is not None
-    model, weights = pretrained_files.load_pretrained(
-        task.head.auto, name, config, new_head=new_head, revision=revision, dtype=dtype, trust_remote_code=trusted
-    )
+    model, weights = pretrained_files.load_pretrained(task.head.auto, name, config, new_head=new_head, **options)
     weights.check_values()
     return model, () if new_head else weights.lines
 
@@ -263,10 +255,9 @@ def _adapter_classes(place: Path) -> list[str]:
 
 
 def _tokenizer(folder: str, trusted: bool) -> Any:
-    try:
+    causes = (OSError, ValueError, KeyError, RecursionError)
+    with CheckpointError.explaining(f"{folder} has no tokenizer that opens", "", *causes):
         found = AutoTokenizer.from_pretrained(folder, trust_remote_code=trusted)
-    except (OSError, ValueError, KeyError, RecursionError) as error:
-        raise CheckpointError(f"{folder} has no tokenizer that opens: {' '.join(str(error).split())[:300]}") from error
     if damage := why_damaged(found):
         raise CheckpointError(f"The tokenizer of {folder} {damage}. Copy them from the model that it was made from.")
     return found

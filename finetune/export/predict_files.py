@@ -62,15 +62,15 @@ def predict_files(
         DataError: If a source cannot be read.
     """
     opened.require_predictions()
-    data, writes, tagged = recipe.data, opened.task.paired, opened.task.tagged
+    data, writes, learned = recipe.data, opened.task.paired, opened.task.learned
     names = () if writes else opened.class_names
     # A target is what is asked for.
     sources = [source.model_copy(update={"pair_field": None}) if writes else source for source in data.validation]
-    corpora = [open_source(source, labelled=False, tagged=tagged, no_chat=True) for source in sources]
-    rules = Rules(data.strip, data.lowercase, 0.0, False, tagged=tagged)
+    corpora = [open_source(source, learned, labels=False) for source in sources]
+    rules = Rules(data.strip, data.lowercase, 0.0)
     pairs = any(source.pair_field is not None for source in sources)
-    encoder = Encoder(opened.tokenizer, num_workers=data.num_workers, pairs=pairs, tagged=tagged)
-    wrapping = (tokenizer.pairing_of if pairs else tokenizer.wrapping_of)(opened.tokenizer)
+    encoder = Encoder(opened.tokenizer, learned, num_workers=data.num_workers, pairs=pairs)
+    wrapping = tokenizer.wrapping_of(opened.tokenizer, pair=pairs)
     with documents_bar("predicting", [corpus.size for corpus in corpora], quiet=False) as bar:
         before = empty = untagged = 0
         for corpus in corpora:

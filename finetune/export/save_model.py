@@ -77,8 +77,17 @@ def save_model(
     problem: str | None = None
     if backend.is_main:
         tensors = ((name, tensor) for name, tensor in gathered if tensor is not None)
+        staging = directory.with_name(directory.name + ".staging")
         try:
-            _write(network, tensors, skeleton, tokenizer, directory, add_rest)
+            remove_path(staging)
+            staging.mkdir()  # not its parents: below a mount that has vanished, that would fill the wrong disk
+            _write(network, tensors, skeleton, staging)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(staging)
+            add_rest(staging)
+            sync_files(staging)
+            remove_path(directory)
+            staging.rename(directory)
         except CheckpointError as error:
             problem = str(error)  # an OSError too, but it has said what is wrong
         except (OSError, SafetensorError) as error:
@@ -93,16 +102,8 @@ def save_model(
 
 
 def _write(
-    network: nn.Module,
-    tensors: Iterator[tuple[str, torch.Tensor]],
-    skeleton: nn.Module | None,
-    tokenizer: Any,
-    directory: Path,
-    add_rest: Callable[[Path], None],
+    network: nn.Module, tensors: Iterator[tuple[str, torch.Tensor]], skeleton: nn.Module | None, staging: Path
 ) -> None:
-    staging = directory.with_name(directory.name + ".staging")
-    remove_path(staging)
-    staging.mkdir()  # not its parents: below a mount that has vanished, that would fill the wrong disk
     if adapter_config(network) is not None:
         keys = adapter_keys(network)
         named = {keys[name]: tensor for name, tensor in tensors}
@@ -119,12 +120,6 @@ def _write(
             own = dict(every)
             save_file(own, staging / "model.safetensors")
             check_written(staging, own)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(staging)
-    add_rest(staging)
-    sync_files(staging)
-    remove_path(directory)
-    staging.rename(directory)
 
 
 def _write_pretrained(

@@ -77,20 +77,16 @@ def tensors_of_file(file: Path, advice: str = "Export it again.") -> Iterator[tu
     Raises:
         CheckpointError: If it cannot be read.
     """
-    try:
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 - it is no mapping
-                yield name, opened.get_tensor(name)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}. {advice}") from error
+    explaining = CheckpointError.explaining(f"{file} cannot be read", advice, OSError, SafetensorError)
+    with explaining, safe_open(file, framework="pt") as opened:
+        for name in opened.keys():  # noqa: SIM118 - it is no mapping
+            yield name, opened.get_tensor(name)
 
 
 def _read_index(folder: Path) -> dict[str, Any]:
     shape: json_files.Shape = {"weight_map": dict, "metadata": {"total_size": int}}
-    try:
+    with CheckpointError.explaining(f"{folder / INDEX} cannot be read", "Export it again."):
         found: dict[str, Any] = json_files.read(folder / INDEX, shape, needed=["weight_map", "metadata"])
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder / INDEX} cannot be read: {error}. Export it again.") from error
     return found
 
 

@@ -15,11 +15,7 @@ from finetune.utils.errors import RecipeError
 
 
 def checkpoint_activations(network: PreTrainedModel, how: bool | Literal["selective"]) -> None:
-    """Has layers recompute their activations in the backward pass.
-
-    Raises:
-        RecipeError: If the architecture does not offer it.
-    """
+    """Has layers recompute activations in the backward pass; a `RecipeError` if the architecture does not offer it."""
     if not how:
         return
     if not network.supports_gradient_checkpointing:
@@ -37,17 +33,10 @@ def _policy(context: Any, operation: Any, *arguments: Any, **options: Any) -> Ch
 
 
 # Matrix products, and attention by all of its kernels: what takes longest to recompute.
+_ATTENTION = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
 _SAVED_OPERATIONS = {
-    "aten::mm",
-    "aten::addmm",
-    "aten::bmm",
-    "aten::baddbmm",
-    "aten::_grouped_mm",
-    "aten::_scaled_mm",
-    "aten::_scaled_dot_product_flash_attention_for_cpu",
-    "aten::_scaled_dot_product_flash_attention",
-    "aten::_scaled_dot_product_efficient_attention",
-    "aten::_scaled_dot_product_cudnn_attention",
+    *(f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm")),
+    *(f"aten::_scaled_dot_product_{name}" for name in _ATTENTION),
     "torch_attn::_varlen_attn",
 }
 

@@ -76,16 +76,9 @@ class LossHead:
 # Methods of modules that compute a product with `weight`, and nothing else.
 _PRODUCTS = (nn.Linear.forward, StoredLinear.forward)
 
-# Keys by which configurations scale or cap logits, and the value at which that changes nothing.
-_CHANGES = {
-    "final_logit_softcapping": None,
-    "logit_scale": 1.0,
-    "logits_scaling": 1.0,
-    "output_multiplier": 1.0,
-    "lm_head_multiplier": 1.0,
-    "logits_soft_cap": None,
-    "output_logit_soft_cap": None,
-}
+# Keys by which configurations cap or scale logits.
+_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+_SCALES = ("logit_scale", "logits_scaling", "output_multiplier", "lm_head_multiplier")
 
 
 def fuse_loss(network: PreTrainedModel | None) -> None:
@@ -99,7 +92,8 @@ def fuse_loss(network: PreTrainedModel | None) -> None:
 def changes_logits(config: PretrainedConfig) -> bool:
     """True if an architecture says that it scales or caps logits behind its head."""
     text = config.get_text_config()
-    return any(getattr(text, key, same) not in (same, None) for key, same in _CHANGES.items())
+    capped = any(getattr(text, key, None) is not None for key in _CAPS)
+    return capped or any(getattr(text, key, None) not in (None, 1.0) for key in _SCALES)
 
 
 def loss_head(network: PreTrainedModel | None) -> LossHead | None:

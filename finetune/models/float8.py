@@ -23,12 +23,7 @@ _CAPABILITY = (8, 9)
 
 
 def check_fp8(recipe: Recipe) -> None:
-    """Refuses fp8 where it cannot be computed, before anything is read.
-
-    Raises:
-        LibraryVersionError: If torchao is not installed.
-        RecipeError: If there is no GPU that does it.
-    """
+    """Where fp8 is asked for, raises a `LibraryVersionError` without torchao, a `RecipeError` without a GPU for it."""
     if not recipe.model.fp8:
         return
     require_installed("torchao", "model.fp8", extra="fp8")

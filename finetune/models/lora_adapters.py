@@ -183,12 +183,9 @@ def open_adapter(network: nn.Module, folder: Path) -> nn.Module:
             f"{file} cannot be read, it is absent, damaged or incomplete ({error}). Copy the adapter again; one that "
             "is stored as a pickle (adapter_model.bin) has to be written anew by peft."
         ) from error
-    try:
+    causes = (OSError, ValueError, RuntimeError, KeyError)
+    with CheckpointError.explaining(f"The adapter in {folder} does not fit its base", "", *causes):
         adapted: nn.Module = PeftModel.from_pretrained(network, str(folder))
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
-        raise CheckpointError(
-            f"The adapter in {folder} does not fit its base: {' '.join(str(error).split())[:400]}"
-        ) from error
     missing = sorted(set(adapter_keys(adapted).values()) - found)
     if missing:
         # By itself peft fills them with random values.

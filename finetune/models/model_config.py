@@ -82,7 +82,13 @@ def resolve_model_config(
             "another architecture (`finetune docs architectures` lists language models that were tried)."
         )
     if section.name is not None and not head.encodes:
-        _untie_embeddings(config, section, head)
+        # Merging an adapter that trained one of the tied tensors whole leaves files with two that differ. transformers
+        # would load two and write one, and a network that is sharded as it loads would have one.
+        known = model_mapping(head.auto)
+        with suppress(OSError):  # a hub's model of which only the configuration is here
+            folder = pretrained_files.weights_folder(section.name, section.revision)
+            if type(config) in known and pretrained_files.untied_tensors(folder, config, known[type(config)]):
+                config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
     text = config.get_text_config()
     _check_sizes(text, "model.config" if section.config is not None else f"{section.name}, config.json")
     length, trained = recipe.data.sequence_length, longest_row(config)
@@ -113,11 +119,7 @@ def resolve_model_config(
 
 
 def _check_sizes(text: PretrainedConfig, where: str) -> None:
-    """Refuses sizes of which no network can be built, or only in hours.
-
-    Raises:
-        RecipeError: With the first of them.
-    """
+    """Raises a `RecipeError` for sizes of which no network can be built, or only in hours."""
     counts = [name for name in text.to_dict() if re.search(r"(layer|head|expert|block)s?$", name)]
     for name in (*_SIZES.split(), *counts):
         value, most = getattr(text, name, None), _MOST_PARTS if name in counts or "num_" in name else _MOST_SIZE
@@ -211,13 +213,10 @@ def _config_from_recipe(values: dict[str, Any], vocab_size: int | None, sequence
     if model_type not in CONFIG_MAPPING_NAMES:
         meant = hint(model_type, list(CONFIG_MAPPING_NAMES)) or "."
         raise RecipeError(f"model.config.model_type: transformers knows no architecture '{model_type}'{meant}")
-    try:
+    what, advice = f"model.config: transformers has no configuration of {model_type} to start from", "Name a model in "
+    # A few architectures refuse the sizes of their own configuration.
+    with RecipeError.explaining(what, f"{advice}model.name instead.", Exception):
         default = AutoConfig.for_model(model_type)
-    except Exception as error:  # a few architectures refuse the sizes of their own configuration
-        raise RecipeError(
-            f"model.config: transformers has no configuration of {model_type} to start from: {one_line(error)}. "
-            "Name a model in model.name instead."
-        ) from error
     known = set(default.to_dict()) | set(default.attribute_map)
     unknown = sorted(key for key in set(values) - known if not _reads(default, key))
     if unknown:
@@ -232,10 +231,9 @@ def _config_from_recipe(values: dict[str, Any], vocab_size: int | None, sequence
         values["vocab_size"] = vocab_size
     if "max_position_embeddings" in known and "max_position_embeddings" not in given:
         values[renamed.get("max_position_embeddings", "max_position_embeddings")] = sequence_length
-    try:
+    # transformers validates sizes with many error types.
+    with RecipeError.explaining(f"model.config: {model_type} refuses these sizes", "", Exception):
         return AutoConfig.for_model(model_type, **values)
-    except Exception as error:  # transformers validates sizes with many error types
-        raise RecipeError(f"model.config: {model_type} refuses these sizes: {one_line(error)}.") from error
 
 
 def _reads(config: PretrainedConfig, key: str) -> bool:
@@ -256,28 +254,14 @@ def read_pretrained_config(section: ModelSection) -> PretrainedConfig:
     """
     if (wrong := path_kinds.why_not(Path(str(section.name)), "model")) is not None:
         raise RecipeError(f"model.name: {wrong}")
-    try:
+    advice = (
+        "Name a directory with a config.json, or a model on the hub (which needs a network, or a copy in the local "
+    )
+    causes = (OSError, ValueError, KeyError, StrictDataclassError)
+    with RecipeError.explaining(f"model.name: no model configuration at '{section.name}'", f"{advice}cache).", *causes):
         return AutoConfig.from_pretrained(
             section.name, revision=section.revision, trust_remote_code=section.trust_remote_code
         )
-    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
-        raise RecipeError(
-            f"model.name: no model configuration at '{section.name}': {one_line(error)}. Name a directory with a "
-            "config.json, or a model on the hub (which needs a network, or a copy in the local cache)."
-        ) from error
-
-
-def _untie_embeddings(config: PretrainedConfig, section: ModelSection, head: Head) -> None:
-    """Has a configuration say that embedding and head are two tensors where the files hold two that differ.
-
-    Merging an adapter that trained one of them whole leaves such files. transformers would load two and write one, and
-    a network that is sharded as it loads would have one.
-    """
-    known = model_mapping(head.auto)
-    with suppress(OSError):  # a hub's model of which only the configuration is here
-        folder = pretrained_files.weights_folder(str(section.name), section.revision)
-        if type(config) in known and pretrained_files.untied_tensors(folder, config, known[type(config)]):
-            config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
 
 
 def one_line(error: BaseException) -> str:

@@ -178,10 +178,9 @@ def weight_files(folder: Path) -> list[Path]:
     index = folder / _INDEX
     if (folder / _WHOLE).is_file() or not index.is_file():
         return [file for file in [folder / _WHOLE] if file.is_file()]
-    try:
+    causes = (OSError, ValueError, KeyError, TypeError, AttributeError)
+    with RecipeError.explaining(f"{index} cannot be read", "Take an intact copy of the model.", *causes):
         files = sorted({folder / file for file in json_files.read(index)["weight_map"].values()})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RecipeError(f"{index} cannot be read: {error}. Take an intact copy of the model.") from error
     absent = [file.name for file in files if not file.is_file()]
     if absent:
         raise RecipeError(f"{folder} lacks {_some(absent)}, which its index names. Take a complete copy of the model.")

@@ -18,76 +18,57 @@ Turn = Mapping[str, str]
 """A turn of a conversation: `role` and `content`."""
 
 
-def text_tokens(tokenizer: Any, prompt: str) -> list[int]:
-    """Returns tokens to continue from; of an empty text the one that begins texts, or that ends the text before.
-
-    Raises:
-        DataError: If there are none, or the text holds half a character.
-    """
-    require_encodable(prompt, "sample.prompt, or --prompt", "prompt")
-    ids: list[int] = tokenizer.encode(prompt, add_special_tokens=False)
-    if tokenizer.bos_token_id is not None:
-        ids = [tokenizer.bos_token_id, *ids]
-    if not ids and tokenizer.eos_token_id is not None:
-        ids = [tokenizer.eos_token_id]
-    if not ids:
-        raise DataError(
-            "The prompt is empty, and the tokenizer has no token to start from. Give one (sample.prompt, or --prompt)."
-        )
-    return ids
-
-
-def source_tokens(tokenizer: Any, source: str) -> list[int]:
-    """Returns tokens of a text that an encoder reads, with those that the tokenizer puts around it.
-
-    Raises:
-        DataError: If it is empty, or holds half a character.
-    """
-    require_encodable(source, "sample.prompt, or --prompt", "prompt")
-    if not source.strip():
-        raise DataError(
-            "The prompt is empty, and an encoder needs a text to read. Give one (sample.prompt, or --prompt)."
-        )
-    ids: list[int] = tokenizer(source)["input_ids"]
-    return ids
-
-
 def decoder_start(network: Any) -> int:
     """Returns the token that an encoder-decoder's decoder begins with."""
     start = network.generation_config.decoder_start_token_id
     return int(network.config.decoder_start_token_id if start is None else start)
 
 
-def turn_tokens(tokenizer: Any, turns: str | Sequence[Turn], variables: Mapping[str, Any]) -> list[int]:
-    """Returns tokens of a conversation in the chat template, up to where the next answer begins.
+def prompt_tokens(
+    tokenizer: Any, prompt: str | Sequence[Turn], *, encoded: bool = False, variables: Mapping[str, Any] | None = None
+) -> list[int]:
+    """Returns tokens of a prompt, up to where a network goes on.
+
+    Of an empty text to go on from it is the token that begins texts, or that ends the text before.
 
     Args:
-        turns: The conversation; a text is a single turn of a user.
-        variables: More variables of the template.
+        prompt: A text, or the turns of a conversation.
+        encoded: True if an encoder reads it, with the tokens that the tokenizer puts around it.
+        variables: More variables of the chat template, for which a text is a user's turn; None without a template.
 
     Raises:
-        DataError: If there is no template, it refuses the turns, or these hold half a character.
+        DataError: If it is empty, there is no template or it refuses the turns, or these hold half a character.
     """
-    if not tokenizer.chat_template:
-        raise DataError("--chat needs a tokenizer with a chat template, and this one has none. Leave --chat out.")
-    messages = [{"role": "user", "content": turns}] if isinstance(turns, str) else list(turns)
-    try:
-        with bounded_work(*BOUND):
-            written = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **variables)
-    except DataError:
-        raise
-    except Exception as error:  # whatever a template does with what it did not expect
+    if variables is not None:
+        if not tokenizer.chat_template:
+            raise DataError("--chat needs a tokenizer with a chat template, and this one has none. Leave --chat out.")
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        roles = ", ".join(turn["role"] for turn in messages)
+        what = "a single turn of a user" if len(messages) == 1 else f"turns of {roles}"
+        advice = (
+            "Write the prompt out as text (no --chat), or, for samples of a run, leave the recipe's sample section "
+        )
+        # Whatever a template does with what it did not expect.
+        with (
+            DataError.explaining(f"The chat template refuses {what}", f"{advice}out.", Exception),
+            bounded_work(*BOUND),
+        ):
+            prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **variables)
+    require_encodable(prompt, "sample.prompt, or --prompt", "prompt")
+    if encoded and not str(prompt).strip():
         raise DataError(
-            f"The chat template refuses {_said(messages)}: {' '.join(str(error).split())[:300]}. Write the "
-            "prompt out as text (no --chat), or, for samples of a run, leave the recipe's sample section out."
-        ) from error
-    require_encodable(written, "sample.prompt, or --prompt", "prompt")
-    ids: list[int] = tokenizer.encode(written, add_special_tokens=False)
+            "The prompt is empty, and an encoder needs a text to read. Give one (sample.prompt, or --prompt)."
+        )
+    ids: list[int] = tokenizer(prompt)["input_ids"] if encoded else tokenizer.encode(prompt, add_special_tokens=False)
+    if encoded or variables is not None:
+        return ids
+    begin, end = tokenizer.bos_token_id, tokenizer.eos_token_id
+    ids = [begin, *ids] if begin is not None else ids or [end]
+    if ids == [None]:
+        raise DataError(
+            "The prompt is empty, and the tokenizer has no token to start from. Give one (sample.prompt, or --prompt)."
+        )
     return ids
-
-
-def _said(turns: Sequence[Turn]) -> str:
-    return "a single turn of a user" if len(turns) == 1 else f"turns of {', '.join(turn['role'] for turn in turns)}"
 
 
 def stop_tokens(generation: GenerationConfig, tokenizer: Any, taught: Sequence[int]) -> list[int]:

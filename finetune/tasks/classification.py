@@ -23,17 +23,6 @@ NAME = "sequence_classification"
 HEAD = Head("AutoModelForSequenceClassification", "SEQ_CLS", "text-classification")
 
 
-def _num_labels(recipe: Recipe, ready: TaskData | None) -> int:
-    counted = ready.num_labels if ready is not None else None
-    asked = recipe.task.num_labels
-    if counted is not None and asked is not None and counted > asked:
-        raise RecipeError(f"task.num_labels is {asked}, but the data has {counted} classes. Set it to {counted}.")
-    found = asked or counted
-    if found is None:
-        raise RecipeError("task.num_labels: how many classes there are is not known before the data is read; give it.")
-    return found
-
-
 def _build_config(recipe: Recipe, ready: TaskData | None) -> PretrainedConfig:
     config = class_config(recipe, ready, HEAD)
     if config.problem_type is not None:
@@ -50,7 +39,12 @@ def class_config(recipe: Recipe, ready: TaskData | None, head: Head) -> Pretrain
     Raises:
         RecipeError: If the recipe's model cannot have it, or the number of classes is not known.
     """
-    num_labels = _num_labels(recipe, ready)
+    counted, asked = ready.num_labels if ready is not None else None, recipe.task.num_labels
+    if counted is not None and asked is not None and counted > asked:
+        raise RecipeError(f"task.num_labels is {asked}, but the data has {counted} classes. Set it to {counted}.")
+    num_labels = asked or counted
+    if num_labels is None:
+        raise RecipeError("task.num_labels: how many classes there are is not known before the data is read; give it.")
     return resolve_model_config(
         recipe,
         head,
@@ -84,7 +78,7 @@ def set_padding(config: PretrainedConfig, tokenizer: Any) -> None:
 
 
 def class_scores(network: nn.Module, batch: Batch) -> torch.Tensor:
-    """Scores of the classes, (B, C), or of those of each token, (B, L, C), in fp32."""
+    """Scores of the classes, (B, C), or of those of each token, (B, L, C), or the number, (B, 1), in fp32."""
     return network(**network_inputs(network, batch)).logits.float()  # type: ignore[no-any-return]
 
 
@@ -99,7 +93,8 @@ def network_inputs(network: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
     return inputs
 
 
-def _loss_sum(network: nn.Module, batch: Batch) -> torch.Tensor:
+def class_loss_sum(network: nn.Module, batch: Batch) -> torch.Tensor:
+    """Returns the cross-entropy of a network, summed over the batch's targets."""
     return class_loss(class_scores(network, batch), batch)
 
 
@@ -122,7 +117,7 @@ SEQUENCE_CLASSIFICATION = transformers_task(
     HEAD,
     _build_config,
     build_data=partial(build_task_data, classifier=HEAD),
-    loss_sum=_loss_sum,
+    loss_sum=class_loss_sum,
     loss_and_correct=_loss_and_correct,
     scores=class_scores,
     labelled=True,

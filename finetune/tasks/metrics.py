@@ -1,5 +1,6 @@
 """Metrics of what a model puts out: built-in ones, and one's own."""
 
+import math
 import re
 import string
 import traceback
@@ -10,12 +11,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from finetune.config.recipe import NUMBER_FIGURES, TAG_FIGURES
 from finetune.config.recipe_schema import Recipe
 from finetune.tasks.prompt_set import Prompt
-from finetune.tasks.task import Task, TaskData
+from finetune.tasks.task import Batch, Figures, Task, TaskData
 from finetune.utils.errors import RecipeError
 from finetune.utils.import_object import import_object
 
@@ -30,11 +33,7 @@ _ROUGE = ("rouge1", "rouge2", "rougeL")
 
 
 def check_metrics(names: Sequence[str]) -> None:
-    """Refuses metrics whose library is not installed.
-
-    Raises:
-        RecipeError: With what to install.
-    """
+    """Raises a `RecipeError` for metrics whose library is not installed, with what to install."""
     needing = [name for name in names if name in _ROUGE]
     if needing and find_spec("torchmetrics") is None:
         raise RecipeError(
@@ -89,6 +88,62 @@ def build_metrics(recipe: Recipe, task: Task, data: TaskData, prompts: Sequence[
     return metrics
 
 
+class Evaluation:
+    """Sums over the rows of an evaluation, and what is predicted of each row, to which batches are added."""
+
+    def __init__(self, task: Task, num_rows: int, device: torch.device, *, scored: bool = False) -> None:
+        """`scored`: whether the class of each row is kept though the task counts none."""
+        self._task = task
+        self.function = task.loss_and_correct or task.loss_and_numbers or task.loss_sum
+        """What is computed of each batch."""
+        self._num_sums = 1 if task.loss_and_correct is None else 2
+        # In float64: hundreds of millions of targets are beyond fp32's whole numbers.
+        self.sums = torch.zeros(3, dtype=torch.float64, device=device)
+        """Targets, loss, hits and counts."""
+        numbers = task.loss_and_numbers is not None
+        self.counts_classes = task.labelled and task.loss_and_correct is not None and not task.tagged
+        """True if each row has one class."""
+        self.predicted: torch.Tensor | None = None
+        """The predicted and the true class or number of each row: (2, rows)."""
+        if self.counts_classes or numbers or scored:
+            self.predicted = torch.zeros(2, num_rows, dtype=torch.float64 if numbers else torch.int64, device=device)
+
+    def add(self, share: npt.NDArray[np.int64], found: torch.Tensor, batch: Batch, targets: int) -> None:
+        """Adds what was computed of some rows, and the number of their targets; of no rows, nothing."""
+        found = found.reshape(-1)
+        if self._task.figures_of_counts is not None:
+            self._num_sums = len(found)
+            self.sums = torch.cat((self.sums, self.sums.new_zeros(max(0, 1 + len(found) - len(self.sums)))))
+        if not share.size:
+            return
+        self.sums[0] += targets
+        self.sums[1 : 1 + self._num_sums] += found[: self._num_sums].double()
+        if self.predicted is not None:
+            if len(found) != self._num_sums + len(share):
+                raise RecipeError("eval.metrics: the task's `loss_and_correct` gives no class of each row.")
+            sides = (found[self._num_sums :], batch["targets"])
+            self.predicted[:, share] = torch.stack([side.to(self.predicted.dtype) for side in sides])
+
+    def figures(self, names: Sequence[str]) -> Figures:
+        """Returns mean loss per target and number of targets, what follows from them, and figures of each class."""
+        task, classes = self._task, dict[str, dict[str, Any]]()
+        total, loss_sum, hits, *counts = self.sums.tolist()
+        whole = {"loss": loss_sum / max(1.0, total), "targets": total}
+        if task.text:
+            whole["perplexity"] = math.exp(min(whole["loss"], 700.0))
+        if task.loss_and_correct is not None:
+            whole["accuracy"] = hits / max(1.0, total)
+        if task.figures_of_counts is not None:
+            told = task.figures_of_counts(counts, names)
+            whole, classes = whole | told.whole, told.classes
+        if self.predicted is not None and task.loss_and_numbers is not None:
+            whole |= compare_numbers(self.predicted)
+        elif self.predicted is not None and self.counts_classes:
+            classes = count_classes(self.predicted, names)
+            whole["recall_macro"] = mean_of_classes(classes, "recall")
+        return Figures(whole, classes)
+
+
 def count_classes(classes: torch.Tensor, names: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Counts, by class, its rows and those that were taken for it, with precision, recall and F1.
 
@@ -128,17 +183,8 @@ def count_confusions(classes: torch.Tensor, names: Sequence[str]) -> dict[str, d
     return found
 
 
-def recall_macro(counts: Mapping[str, Mapping[str, Any]]) -> float:
-    """Returns the mean recall of the classes that have rows; see `count_classes`."""
-    return _mean_of(counts, "recall")
-
-
-def f1_macro(counts: Mapping[str, Mapping[str, Any]]) -> float:
-    """Returns the mean F1 of the classes that have rows or were predicted; see `count_classes`."""
-    return _mean_of(counts, "f1")
-
-
-def _mean_of(counts: Mapping[str, Mapping[str, Any]], key: str) -> float:
+def mean_of_classes(counts: Mapping[str, Mapping[str, Any]], key: str) -> float:
+    """Returns the mean of a figure of the classes that have it: those with rows, of F1 also those predicted."""
     values = [found[key] for found in counts.values() if found[key] is not None]
     return float(sum(values) / max(1, len(values)))
 

@@ -124,7 +124,7 @@ def read_prompts(recipe: Recipe, tokenizer: Any, *, paired: bool = False) -> tup
                 ids = tokenizer.encode(text, add_special_tokens=False)
             else:
                 text = record["prompt"]
-                ids = (prompts.source_tokens if paired else prompts.text_tokens)(tokenizer, text)
+                ids = prompts.prompt_tokens(tokenizer, text, encoded=paired)
             if paired and len(ids) > room:
                 raise DataError(
                     f"{where}: the prompt has {len(ids)} tokens, and data.sequence_length is {room}. Shorten or remove "
@@ -154,7 +154,7 @@ def _records(recipe: Recipe, source: Source) -> Iterator[tuple[dict[str, Any], s
         chat=chat is not None,
     )
     if source.sample is None:
-        for document in open_source(source, labelled=False, form=form).documents():
+        for document in open_source(source, form=form).documents():
             yield json.loads(document.text), document.where
         return
     made: Iterator[dict[str, Any]]

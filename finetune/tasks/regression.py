@@ -8,13 +8,10 @@ from torch.nn import functional
 from transformers import PretrainedConfig
 
 from finetune.config.recipe_schema import Recipe
-from finetune.models.heads import Head
 from finetune.models.model_config import resolve_model_config
-from finetune.tasks.classification import network_inputs, set_padding
+from finetune.tasks.classification import HEAD, class_scores, set_padding
 from finetune.tasks.task import Batch, TaskData
 from finetune.tasks.task_parts import build_task_data, transformers_task
-
-HEAD = Head("AutoModelForSequenceClassification", "SEQ_CLS", "text-classification")
 
 
 def _build_config(recipe: Recipe, ready: TaskData | None) -> PretrainedConfig:
@@ -28,13 +25,8 @@ def _build_config(recipe: Recipe, ready: TaskData | None) -> PretrainedConfig:
     return config
 
 
-def _numbers(network: nn.Module, batch: Batch) -> torch.Tensor:
-    """The number of each row, (B, 1), in fp32."""
-    return network(**network_inputs(network, batch)).logits.float()  # type: ignore[no-any-return]
-
-
 def _loss_sum(network: nn.Module, batch: Batch) -> torch.Tensor:
-    return _squared_error(_numbers(network, batch), batch)
+    return _squared_error(class_scores(network, batch), batch)
 
 
 def _squared_error(numbers: torch.Tensor, batch: Batch) -> torch.Tensor:
@@ -42,16 +34,16 @@ def _squared_error(numbers: torch.Tensor, batch: Batch) -> torch.Tensor:
 
 
 def _loss_and_numbers(network: nn.Module, batch: Batch) -> torch.Tensor:
-    numbers = _numbers(network, batch)
+    numbers = class_scores(network, batch)
     return torch.cat((_squared_error(numbers, batch).reshape(1), numbers[:, 0]))
 
 
 REGRESSION = transformers_task(
     HEAD,
     _build_config,
-    build_data=partial(build_task_data, numbers=True),
+    build_data=partial(build_task_data, learned="number"),
     loss_sum=_loss_sum,
     loss_and_numbers=_loss_and_numbers,
-    scores=_numbers,
+    scores=class_scores,
     labelled=True,
 )

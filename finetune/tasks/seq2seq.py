@@ -90,7 +90,7 @@ def _next_token_logits(network: nn.Module, batch: Batch, *, kept: dict[str, Any]
 SEQ2SEQ_LM = transformers_task(
     HEAD,
     _build_config,
-    build_data=partial(build_task_data, targets=True),
+    build_data=partial(build_task_data, learned="target"),
     loss_sum=_loss_sum,
     loss_and_correct=_loss_and_correct,
     next_token=_next_token_logits,

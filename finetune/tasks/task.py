@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from finetune.data.rows.feed import Rows
+    from finetune.data.sources.readers import Learned
     from finetune.models.heads import Head
 
 Batch = Mapping[str, "torch.Tensor"]
@@ -100,3 +101,10 @@ class Task:
     takes quantized weights, is planned without its data, and is exported. None: only the task can open its network."""
     build_config: Callable[[Recipe, TaskData | None], Any] | None = None
     """The configuration of the network; every task with a `head` has it."""
+
+    @property
+    def learned(self) -> "Learned":
+        """What is learned of a document."""
+        if self.labelled:
+            return "tags" if self.tagged else "class" if self.loss_and_numbers is None else "number"
+        return "target" if self.paired else "tokens"

@@ -37,7 +37,9 @@ def find_task(recipe: Recipe) -> Task:
     problems = [*_unused_keys(recipe, task)]
     if task.head is not None:
         own = source_conflicts(recipe) if recipe.task.name not in BUILT_IN else ()
-        problems += [*own, *task_conflicts(recipe, _traits_of(task))]
+        kinds = {name: getattr(task, name) for name in ("text", "labelled", "tagged", "paired")}
+        traits = TaskTraits(numbers=task.loss_and_numbers is not None, **kinds)
+        problems += [*own, *task_conflicts(recipe, traits)]
     if problems:
         raise RecipeError.of("The recipe", problems)
     if task.head is None and recipe.lora is not None:
@@ -54,11 +56,6 @@ def find_task(recipe: Recipe) -> Task:
     # What counts hits computes the task's own loss by the way.
     task = replace(task, loss_sum=loss, loss_and_correct=None, loss_and_numbers=None, figures_of_counts=None)
     return check_losses(task, f"task.loss: '{recipe.task.loss}'")
-
-
-def _traits_of(task: Task) -> TaskTraits:
-    numbers = task.loss_and_numbers is not None
-    return TaskTraits(text=task.text, labelled=task.labelled, numbers=numbers, tagged=task.tagged, paired=task.paired)
 
 
 def _unused_keys(recipe: Recipe, task: Task) -> Iterator[str]:

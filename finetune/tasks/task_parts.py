@@ -16,6 +16,7 @@ from finetune.config.recipe_schema import Recipe
 from finetune.data import prepare
 from finetune.data.class_labels import some
 from finetune.data.prepare import PreparedData
+from finetune.data.sources.readers import Learned
 from finetune.models import lora_adapters
 from finetune.models.build_network import build_meta_model, build_model, init_weights
 from finetune.models.head_classes import head_classes
@@ -100,38 +101,29 @@ def _checked(function: Callable[..., Any], name: str, wanted: str = _SUM) -> Cal
 
 
 def build_task_data(
-    recipe: Recipe,
-    quiet: bool,
-    classifier: Head | None = None,
-    *,
-    numbers: bool = False,
-    tagged: bool = False,
-    targets: bool = False,
+    recipe: Recipe, quiet: bool, classifier: Head | None = None, learned: Learned | None = None
 ) -> TaskData:
     """The recipe's data.
 
     Args:
         classifier: The head, where documents or words have classes: these are numbered as in the model that it starts
             from.
-        numbers: True if each document has a number.
-        targets: True if each document is a pair of a source and its target.
-        tagged: True if each word has a class.
+        learned: What is learned of a document; left out, its class if there is a `classifier`, else its tokens.
 
     Raises:
         DataError: If data or tokenizer cannot be used as the recipe says.
         RecipeError: If that model's classes cannot be read.
     """
-    labelled = classifier is not None or numbers
+    learned = learned or ("tokens" if classifier is None else "class")
     known = head_classes(recipe, classifier) if classifier is not None else None
-    kinds = {"labelled": labelled, "numbers": numbers, "tagged": tagged, "targets": targets}
 
     def longest() -> int | None:
         with suppress(FinetuneError):  # what is wrong with the model is said where it is built
             return longest_row(resolve_model_config(recipe, classifier or NEXT_TOKEN))
         return None
 
-    prepared = prepare.prepare_data(recipe, known=known, longest=longest, quiet=quiet, **kinds)
-    if (labelled or targets) and prepared.tokenizer.pad_token_id is None:
+    prepared = prepare.prepare_data(recipe, learned, known=known, longest=longest, quiet=quiet)
+    if learned != "tokens" and prepared.tokenizer.pad_token_id is None:
         # It fills the rows already. Decoders classify at the last token that is another one, and so do whoever opens
         # the model and pads by its tokenizer.
         prepared.tokenizer.pad_token = prepared.tokenizer.eos_token

@@ -8,17 +8,13 @@ from torch import nn
 
 from finetune.models import lora_adapters
 from finetune.models.heads import Head
-from finetune.tasks.classification import class_config, class_loss, class_scores
+from finetune.tasks.classification import class_config, class_loss, class_loss_sum, class_scores
 from finetune.tasks.metrics import class_figures
 from finetune.tasks.tag_spans import TagScheme, count_spans
 from finetune.tasks.task import Batch, Figures
 from finetune.tasks.task_parts import build_task_data, transformers_task
 
 HEAD = Head("AutoModelForTokenClassification", "TOKEN_CLS", "token-classification")
-
-
-def _loss_sum(network: nn.Module, batch: Batch) -> torch.Tensor:
-    return class_loss(class_scores(network, batch), batch)
 
 
 def _loss_and_counts(network: nn.Module, batch: Batch) -> torch.Tensor:
@@ -42,8 +38,8 @@ def _figures(counts: Sequence[float], names: Sequence[str]) -> Figures:
 TOKEN_CLASSIFICATION = transformers_task(
     HEAD,
     partial(class_config, head=HEAD),
-    build_data=partial(build_task_data, classifier=HEAD, tagged=True),
-    loss_sum=_loss_sum,
+    build_data=partial(build_task_data, classifier=HEAD, learned="tags"),
+    loss_sum=class_loss_sum,
     loss_and_correct=_loss_and_counts,
     figures_of_counts=_figures,
     scores=class_scores,

@@ -321,13 +321,11 @@ def _write_records(given: Records | Callable[[], Records], cache: Path) -> Path:
         part = Path(unfinished, "records")
         with part.open("wb") as file:
             for number, record in enumerate(given() if callable(given) else given, start=1):
-                try:
+                what = f"Record {number} of what was handed over cannot be written as JSON"
+                with DataError.explaining(
+                    what, "Give a text, or a mapping of texts, numbers and lists.", TypeError, ValueError
+                ):
                     text = json.dumps({"text": record} if isinstance(record, str) else dict(record), ensure_ascii=False)
-                except (TypeError, ValueError) as error:
-                    raise DataError(
-                        f"Record {number} of what was handed over cannot be written as JSON: {error}. Give a text, or "
-                        "a mapping of texts, numbers and lists."
-                    ) from error
                 line = text.encode() + b"\n"
                 content.update(line)
                 file.write(line)

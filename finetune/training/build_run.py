@@ -43,6 +43,7 @@ from finetune.models import (
 from finetune.models.build_network import check_pretrained, init_weights, set_stop_tokens, settle_parameters
 from finetune.models.forward_wrapper import ForwardWrapper, unwrap
 from finetune.models.pretrained_files import Weights, files_beside
+from finetune.models.prompts import prompt_tokens
 from finetune.monitoring.flops import flops_per_target
 from finetune.monitoring.metrics import PhaseTimer, Reporter, warn
 from finetune.monitoring.nonfinite import NonFiniteGuard
@@ -60,7 +61,6 @@ from finetune.tasks.task_lookup import find_task
 from finetune.tasks.task_parts import without_validation
 from finetune.training import micro_batch_search, preflight
 from finetune.training.dry_run import check_recipe
-from finetune.training.evaluate_run import sample_prompt
 from finetune.training.micro_batch_search import MicroBatchChoice
 from finetune.training.profiler import Profiler
 from finetune.training.run import BuiltRun, Length, TrainState, measure_length
@@ -150,7 +150,12 @@ def build_run(recipe: Recipe, *, quiet: bool = False) -> BuiltRun:
     check_recipe(recipe, launch)
     rendezvous_store.check_machines(recipe.model_dump(mode="json"), _PATIENCE)
     inputs = _read_inputs(recipe, quiet)
-    plan = _settle_plan(recipe, launch, inputs, quiet)
+    begun = resume_point.kept_micro_size(recipe, inputs.directory)
+    micro = micro_batch_search.resolve_micro_size(recipe, launch, inputs.data.digest, begun=begun, quiet=quiet)
+    config = resolve_config(micro.recipe, launch)
+    sums = choose_gradient_sums(micro.recipe, launch, config.accumulation)
+    settled = launch if sums is None else replace(launch, sync_each_batch=sums.each)
+    plan = RunPlan(inputs, micro.recipe, settled, config, micro, sums)
     rank = int(os.environ.get("RANK", "0"))
     watch = RankWatch(recipe.guard, inputs.directory.path, rank=rank, world_size=launch.num_processes)
     with ExitStack() as watched:
@@ -246,7 +251,8 @@ def _read_inputs(recipe: Recipe, quiet: bool) -> Inputs:
     data = task.build_data(recipe, quiet)
     if recipe.sample is not None and task.text:
         # Refused before the first step, not after the last.
-        sample_prompt(recipe.sample, recipe.chat, data.tokenizer, paired=task.paired)
+        variables = recipe.chat.template_args if recipe.chat is not None else None
+        prompt_tokens(data.tokenizer, recipe.sample.prompt, encoded=task.paired, variables=variables)
     prompts = read_prompts(recipe, data.tokenizer, paired=task.paired)
     metrics = build_metrics(recipe, task, data, prompts)
     num_rows = None if data.train is None else len(data.train)
@@ -274,16 +280,6 @@ def _read_inputs(recipe: Recipe, quiet: bool) -> Inputs:
     identity = identity_of(recipe, order, base)
     resume_point.compare_with_previous(recipe.resume.allow, directory, identity)
     return Inputs(task, directory, data, prompts, metrics, length, order, weights, base, identity)
-
-
-def _settle_plan(recipe: Recipe, launch: Launch, inputs: Inputs, quiet: bool) -> RunPlan:
-    """Settles the size of micro-batches, and when gradients are summed; every rank must call it."""
-    begun = resume_point.kept_micro_size(recipe, inputs.directory)
-    micro = micro_batch_search.resolve_micro_size(recipe, launch, inputs.data.digest, begun=begun, quiet=quiet)
-    config = resolve_config(micro.recipe, launch)
-    sums = choose_gradient_sums(micro.recipe, launch, config.accumulation)
-    settled = launch if sums is None else replace(launch, sync_each_batch=sums.each)
-    return RunPlan(inputs, micro.recipe, settled, config, micro, sums)
 
 
 def choose_gradient_sums(recipe: Recipe, launch: Launch, accumulation: int) -> GradientSums | None:
@@ -378,7 +374,12 @@ def _open_run(
             "data": {"digest": data.digest, **data.report},
         }
         begin = {"from_step": resume.step, "resumed_from": resume.source, "data_ranks": plan.launch.data_ranks}
-        inputs.directory.create(backend, recipe, facts, begin=begin, examples=partial(_first_examples, data))
+
+        def examples() -> list[list[dict[str, Any]]]:
+            rows = data.train
+            return [] if rows is None or data.tokenizer is None else preview(rows, data.tokenizer, data.label_names)
+
+        inputs.directory.create(backend, recipe, facts, begin=begin, examples=examples)
     folder = inputs.directory.path
     trackers = Trackers(recipe.log.trackers, folder, {"recipe": recipe.model_dump(mode="json"), "launch": launch})
     reporter = Reporter(backend, folder, inputs.length.num_steps, trackers=trackers, quiet=quiet, guard=recipe.guard)
@@ -400,13 +401,6 @@ def _open_run(
     for line in (*weights, *plan.micro_size.lines, *_start_lines(plan, backend, built, resume)):
         reporter.say(line)
     return reporter
-
-
-def _first_examples(data: TaskData) -> list[list[dict[str, Any]]]:
-    """Returns lines for `examples.json` about rows that are made of tokens."""
-    if data.train is None or data.tokenizer is None:
-        return []
-    return preview(data.train, data.tokenizer, data.label_names)
 
 
 def _start_lines(plan: RunPlan, backend: Backend, built: BuiltModel, resume: ResumePoint) -> Iterator[str]:

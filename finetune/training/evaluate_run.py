@@ -4,7 +4,6 @@ An evaluation is exact: every row once, weighted by targets, whatever the batch 
 """
 
 import json
-import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -15,12 +14,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from finetune.config.recipe_schema import ChatSection, Recipe, SampleSection
+from finetune.config.recipe_schema import Recipe
 from finetune.data.class_labels import some
 from finetune.data.rows.feed import Rows, evaluation_batches
 from finetune.distributed.backend import Backend
 from finetune.models.forward_wrapper import unwrap, without_training
-from finetune.models.prompts import source_tokens, text_tokens, turn_tokens
+from finetune.models.prompts import prompt_tokens
 from finetune.tasks import metrics
 from finetune.tasks.causal_lm import next_token_logits
 from finetune.tasks.class_tables import MOST_COUNTED
@@ -64,38 +63,16 @@ def _evaluate(run: BuiltRun) -> bool:
     by_class: dict[str, dict[str, Any]] = {}
     confusions: dict[str, dict[str, int]] = {}
     if rows is not None:
-        counted = task.labelled and task.loss_and_correct is not None and not task.tagged
         scored = bool(run.metrics) and not task.text
-        classes = None
-        if counted or scored or task.loss_and_numbers is not None:
-            kind = torch.int64 if task.loss_and_numbers is None else torch.float64
-            classes = torch.zeros(2, len(rows), dtype=kind, device=run.backend.device)
-        micro = run.recipe.eval.micro_size or run.recipe.batch.rows
-        counts: list[float] = []
-        found = evaluate_rows(
-            run.backend,
-            run.model,
-            task,
-            rows,
-            micro,
-            stopping=partial(_is_stopping, run),
-            classes=classes,
-            counts=counts,
-        )
+        micro, stopping = run.recipe.eval.micro_size or run.recipe.batch.rows, partial(_is_stopping, run)
+        found = evaluate_rows(run.backend, run.model, task, rows, micro, stopping=stopping, scored=scored)
         if found is None:
             return False
-        figures |= found
-        if task.figures_of_counts is not None:
-            told = task.figures_of_counts(counts, names)
-            figures, by_class = figures | told.whole, told.classes
-        if classes is not None and task.loss_and_numbers is not None:
-            figures |= metrics.compare_numbers(classes)
-        elif classes is not None and counted:
-            by_class = metrics.count_classes(classes, names)
-            confusions = metrics.count_confusions(classes, names) if len(names) <= MOST_COUNTED else {}
-            figures["recall_macro"] = metrics.recall_macro(by_class)
-        if classes is not None and scored:
-            figures |= _score_classes(run, rows, classes)
+        figures, by_class = found.figures(names)
+        if found.predicted is not None and found.counts_classes and len(names) <= MOST_COUNTED:
+            confusions = metrics.count_confusions(found.predicted, names)
+        if found.predicted is not None and scored:
+            figures |= _score_classes(run, rows, found.predicted)
     if run.prompts:
         scores = _score_texts(run)
         if scores is None:
@@ -141,10 +118,9 @@ def evaluate_rows(
     micro_size: int,
     *,
     stopping: Callable[[], bool] = lambda: False,
-    classes: torch.Tensor | None = None,
-    counts: list[float] | None = None,
-) -> dict[str, float] | None:
-    """Mean loss per target over all rows, with what follows from it.
+    scored: bool = False,
+) -> metrics.Evaluation | None:
+    """Evaluates all rows; returns the sums over all ranks, or None if a rank was asked to stop.
 
     Every rank must call it; each runs the same number of forward passes, since sharded backends gather weights
     in them. A rank whose share is used up continues with a row that counts for nothing.
@@ -153,16 +129,9 @@ def evaluate_rows(
         model: The prepared model, a `ForwardWrapper` inside.
         micro_size: Rows in one forward pass of one process; it does not change the result.
         stopping: Returns True if this rank was asked to stop; every rank then gives up. Called now and then.
-        classes: Zeros, (2, rows), int64 for classes and float64 for numbers: become the predicted and the true class or
-            number of each row, on all ranks.
-        counts: An empty list: becomes the counts that `figures_of_counts` of the task takes.
-
-    Returns:
-        None if a rank was asked to stop; else `loss` and `targets`; `perplexity` if the network writes text; `accuracy`
-        if the task counts hits.
+        scored: Keeps the class of each row for metrics.
     """
-    # Targets, loss, hits, counts. In float64: hundreds of millions of targets are beyond fp32's whole numbers.
-    sums = torch.zeros(3, dtype=torch.float64, device=backend.device)
+    evaluation = metrics.Evaluation(task, len(rows), backend.device, scored=scored)
     batches = evaluation_batches(rows, micro_size, data_size=backend.mesh.data_size, data_rank=backend.mesh.data_rank)
     computing: deque[tuple[Any, Batch]] = deque()
 
@@ -173,39 +142,20 @@ def evaluate_rows(
 
     backend.share_buffers(unwrap(model))
     with without_training(model):
-        function = task.loss_and_correct or task.loss_and_numbers or task.loss_sum
-        num_sums = 1 if task.loss_and_correct is None else 2
-        results = backend.evaluate_batches(model, function, sent())
+        results = backend.evaluate_batches(model, evaluation.function, sent())
         for number, found in enumerate(results):
             share, batch = computing.popleft()
             if number % _ASK_EVERY == _ASK_EVERY - 1:
                 asked = torch.tensor([float(stopping())], device=backend.device)
                 if backend.all_reduce_sum(asked).item() > 0:
                     return None
-            found = found.reshape(-1)
-            if task.figures_of_counts is not None and not number:
-                num_sums = len(found)
-                sums = sums.new_zeros(1 + num_sums)
-            if share.size and backend.mesh.counts_loss:
-                sums[1 : 1 + num_sums] += found[:num_sums].double()
-                if classes is not None:
-                    if len(found) != num_sums + len(share):
-                        raise RecipeError("eval.metrics: the task's `loss_and_correct` gives no class of each row.")
-                    classes[:, share] = torch.stack(
-                        [side.to(classes.dtype) for side in (found[num_sums:], batch["targets"])]
-                    )
-                sums[0] += rows.num_targets(share) if backend.mesh.counts_rows else 0
-    if classes is not None:
-        backend.all_reduce_sum(classes)
-    total, loss_sum, hit_sum, *more = backend.all_reduce_sum(sums).tolist()
-    if counts is not None:
-        counts.extend(more)
-    result = {"loss": loss_sum / max(1.0, total), "targets": total}
-    if task.text:
-        result["perplexity"] = math.exp(min(result["loss"], 700.0))
-    if task.loss_and_correct:
-        result["accuracy"] = hit_sum / max(1.0, total)
-    return result
+            mesh = backend.mesh
+            targets = rows.num_targets(share) if share.size and mesh.counts_rows else 0
+            evaluation.add(share if mesh.counts_loss else share[:0], found, batch, targets)
+    if evaluation.predicted is not None:
+        backend.all_reduce_sum(evaluation.predicted)
+    evaluation.sums = backend.all_reduce_sum(evaluation.sums)
+    return evaluation
 
 
 def _score_texts(run: BuiltRun) -> dict[str, float] | None:
@@ -348,22 +298,6 @@ def generate_tokens(
     return [[token - 1 for token in row if token] for row in gathered]
 
 
-def sample_prompt(section: SampleSection, chat: ChatSection | None, tokenizer: Any, *, paired: bool) -> list[int]:
-    """Returns tokens of a sample's prompt: a text's beginning, or a user's turn, where the recipe learns conversations.
-
-    Args:
-        paired: True if it is a source.
-
-    Raises:
-        DataError: If there is nothing to begin with, or the chat template refuses the turn.
-    """
-    if paired:
-        return source_tokens(tokenizer, section.prompt)
-    if chat is None:
-        return text_tokens(tokenizer, section.prompt)
-    return turn_tokens(tokenizer, section.prompt, chat.template_args)
-
-
 def sample_text(
     backend: Backend, model: nn.Module, task: Task, recipe: Recipe, tokenizer: Any, taught: Sequence[int]
 ) -> str:
@@ -374,7 +308,8 @@ def sample_text(
     """
     section = recipe.sample
     assert section is not None
-    ids = sample_prompt(section, recipe.chat, tokenizer, paired=task.paired)
+    variables = recipe.chat.template_args if recipe.chat is not None else None
+    ids = prompt_tokens(tokenizer, section.prompt, encoded=task.paired, variables=variables)
     generator = torch.Generator().manual_seed(recipe.seed)
 
     def pick(logits: torch.Tensor) -> int:

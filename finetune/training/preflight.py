@@ -101,11 +101,7 @@ def verify_kernels(backend: Backend, model: nn.Module, recipe: Recipe) -> dict[s
 
 
 def check_isolation(backend: Backend, model: nn.Module, recipe: Recipe) -> None:
-    """Verifies on the prepared model that a packed document is computed as if it were alone.
-
-    Raises:
-        BackendError: If it is not.
-    """
+    """Raises a `BackendError` unless the prepared model computes a packed document as if it were alone."""
     scores, who = partial(_scores, backend, model), _name(model)
     found = causal_lm.sees_documents(_inner(model), scores, backend.device, recipe.data.sequence_length)
     change = "Set data.packing to `padded` (one document a row) or `wrapped` (no isolation wanted)"
@@ -199,13 +195,8 @@ def check_split(backend: Backend, model: nn.Module, data: DataSection) -> None:
     part = _evaluate(backend, model, causal_lm.CAUSAL_LM.loss_sum, batch)
     with sequence.whole_rows(model):
         whole = _evaluate(backend, model, causal_lm.CAUSAL_LM.loss_sum, batch).item()
-    apart, most = _apart(backend, part, whole)
-    if not apart <= most:
-        raise BackendError(
-            f"Rows split over {parts} ranks are not computed as whole ones in {_name(model)}: the loss is off by "
-            f"{apart:.2g} of itself, as where something but attention looks at neighbouring tokens. Take a launch "
-            "config without sequence parallelism (sp_size)."
-        )
+    why = "as where something but attention looks at neighbouring tokens. Take a launch config without sequence "
+    _check_whole(backend, model, part, whole, f"Rows split over {parts}", why + "parallelism (sp_size).")
 
 
 def check_layers(backend: Backend, model: nn.Module, task: Task, data: TaskData, whole: float) -> None:
@@ -220,21 +211,22 @@ def check_layers(backend: Backend, model: nn.Module, task: Task, data: TaskData,
     Raises:
         BackendError: If they do not.
     """
-    apart, most = _apart(backend, loss_of_row(backend, model, task, data), whole)
-    if not apart <= most:
-        raise BackendError(
-            f"Layers split over {backend.mesh.size('tp')} ranks are not computed as whole ones in {_name(model)}: the "
-            f"loss is off by {apart:.2g} of itself, so that its plan for tensor parallelism in transformers does not "
-            "fit. Take a launch config without tensor parallelism (tp_size)."
-        )
+    part, size = loss_of_row(backend, model, task, data), backend.mesh.size("tp")
+    why = "so that its plan for tensor parallelism in transformers does not fit. Take a launch config without tensor "
+    _check_whole(backend, model, part, whole, f"Layers split over {size}", why + "parallelism (tp_size).")
 
 
-def _apart(backend: Backend, part: torch.Tensor, whole: float) -> tuple[float, float]:
-    """How far the sum of the ranks' parts of a row's loss is from that of the whole row, and the most it may be."""
+def _check_whole(backend: Backend, model: nn.Module, part: torch.Tensor, whole: float, what: str, why: str) -> None:
+    """Raises a `BackendError` if the sum of the ranks' parts of a row's loss is not the loss of the whole row."""
     here = part.double().reshape(1)
     counted = here if backend.mesh.counts_loss else torch.zeros_like(here)
     found = backend.all_reduce_sum(counted).item() / backend.mesh.data_size
-    return abs(found - whole) / max(abs(whole), 1e-6), 1e-5 if backend.precision == "fp32" else 5e-2
+    apart = abs(found - whole) / max(abs(whole), 1e-6)
+    if not apart <= (1e-5 if backend.precision == "fp32" else 5e-2):
+        raise BackendError(
+            f"{what} ranks are not computed as whole ones in {_name(model)}: the loss is off by {apart:.2g} of itself, "
+            f"{why}"
+        )
 
 
 def _changes_behind_head(network: nn.Module, batch: Batch) -> torch.Tensor:

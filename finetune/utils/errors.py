@@ -3,7 +3,8 @@
 Each is also an error of the standard library, so that callers can catch what they know.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Self
 
 
@@ -29,6 +30,23 @@ class FinetuneError(Exception):
         error = cls("\n".join(filter(None, lines)))
         error.lines = tuple(filter(None, lines))
         return error
+
+    @classmethod
+    @contextmanager
+    def explaining(cls, what: str, advice: str, *causes: type[Exception]) -> Iterator[None]:
+        """Raises an error of this class in place of others: `WHAT: REASON. ADVICE`; what was raised on purpose stays.
+
+        Args:
+            causes: Classes of the others; OSError and ValueError if left out.
+        """
+        caught = causes or (OSError, ValueError)
+        try:
+            yield
+        except FinetuneError:
+            raise
+        except caught as error:
+            reason = getattr(error, "strerror", None) or " ".join(str(error).split()).rstrip(".")
+            raise cls(f"{what}: {reason[:300]}. {advice}".rstrip()) from error
 
 
 class RecipeError(FinetuneError, ValueError):

@@ -40,7 +40,7 @@ for run, words in ((main, ["data", file]), (main, launch), (train_main, [file]),
 
 
 def texts(path: object, **keys: Any) -> list[str]:
-    return [document.text for document in open_source(Source(path=str(path), **keys), labelled=False).documents()]
+    return [document.text for document in open_source(Source(path=str(path), **keys)).documents()]
 
 
 def refusal(path: object, **keys: Any) -> str:
@@ -138,7 +138,7 @@ def test_a_file_that_a_glob_reaches_twice_is_read_once(tmp_path: Path) -> None:
     (tmp_path / "b.txt").symlink_to("a.txt")
     (tmp_path / "up").symlink_to(".")
     assert texts(tmp_path / "**" / "*.txt") == ["one"]
-    (document,) = open_source(Source(path=f"{tmp_path}/**/*.txt"), labelled=False).documents()
+    (document,) = open_source(Source(path=f"{tmp_path}/**/*.txt")).documents()
     assert document.where == f"{tmp_path}/a.txt, line 1"
 
 

@@ -541,16 +541,16 @@ def test_a_template_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pyte
     reader = tokenizer()
     reader.chat_template = endless + CHATML
     with pytest.raises(DataError, match=r"The tokenizer's chat template has not ended after 0\.3 s"):
-        prompts.turn_tokens(reader, "Hello", {})
+        prompts.prompt_tokens(reader, "Hello", variables={})
     reader.chat_template = None
 
 
-@pytest.mark.parametrize("tokens_of", [prompts.text_tokens, prompts.source_tokens, prompts.turn_tokens])
-def test_half_a_character_in_a_prompt_is_refused(tokens_of: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("kind", [{}, {"encoded": True}, {"variables": {}}])
+def test_half_a_character_in_a_prompt_is_refused(kind: dict[str, Any]) -> None:
     reader = tokenizer()
     reader.chat_template = CHATML
     with pytest.raises(DataError, match=r"sample.prompt, or --prompt: the prompt holds half a character"):
-        tokens_of(reader, "a \ud83d", *([{}] if tokens_of is prompts.turn_tokens else []))
+        prompts.prompt_tokens(reader, "a \ud83d", **kind)
 
 
 def test_a_template_whose_memory_grows_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

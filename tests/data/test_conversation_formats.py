@@ -257,7 +257,7 @@ def test_every_kind_of_file(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "a.parquet")
     datasets.Dataset.from_list(records).save_to_disk(str(tmp_path / "saved"))
     for name in ("a.jsonl", "a.json", "a.parquet", "saved"):
-        corpus = open_source(Source(path=str(tmp_path / name)), labelled=False, form=form())
+        corpus = open_source(Source(path=str(tmp_path / name)), form=form())
         found: list[Any] = [Conversation.from_json(document.text) for document in corpus.documents()]
         assert [conversation.messages for conversation in found] == [OPENED] * 3, name
 
@@ -266,10 +266,7 @@ def test_csv_and_txt(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("question,answer\nHello,Hi\n")
     (tmp_path / "a.txt").write_text("Once.\n<|endoftext|>\nTwice.\n")
     found = [
-        [
-            Conversation.from_json(d.text)
-            for d in open_source(Source(path=str(p)), labelled=False, form=form(format=kind)).documents()
-        ]
+        [Conversation.from_json(d.text) for d in open_source(Source(path=str(p)), form=form(format=kind)).documents()]
         for p, kind in ((tmp_path / "a.csv", "auto"), (tmp_path / "a.txt", "text"))
     ]
     assert found[0][0].messages == OPENED  # type: ignore[union-attr]
@@ -279,13 +276,13 @@ def test_csv_and_txt(tmp_path: Path) -> None:
 def test_conversations_without_a_chat_section_are_pointed_to_it(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": OPENED}))
     with pytest.raises(DataError, match="or give the recipe a `chat` section if these are conversations"):
-        list(open_source(Source(path=str(tmp_path / "a.jsonl")), labelled=False).documents())
+        list(open_source(Source(path=str(tmp_path / "a.jsonl"))).documents())
     pair = Source(path=str(tmp_path / "a.jsonl"), pair_field="other")
     for source, kinds in (
-        (Source(path=str(tmp_path / "a.jsonl")), {"labelled": True}),
-        (Source(path=str(tmp_path / "a.jsonl")), {"labelled": False, "no_chat": True}),
-        (Source(path=str(tmp_path / "a.jsonl")), {"labelled": False, "tagged": True}),
-        (pair, {"labelled": False}),
+        (Source(path=str(tmp_path / "a.jsonl")), {"learned": "class"}),
+        (Source(path=str(tmp_path / "a.jsonl")), {"learned": "class", "labels": False}),
+        (Source(path=str(tmp_path / "a.jsonl")), {"learned": "tags", "labels": False}),
+        (pair, {}),
     ):
         with pytest.raises(DataError, match="if these are conversations, write each as one text") as caught:
             list(open_source(source, **kinds).documents())
@@ -309,7 +306,7 @@ PUBLISHED = {
 def test_formats_of_whole_files(files: dict[str, tuple[dict[str, str], str, int]]) -> None:
     for path, (fields, detected, count) in files.items():
         reader, text = form(fields=fields), Path(path).read_text()
-        documents = list(open_source(Source(path=path), labelled=False, form=reader).documents())
+        documents = list(open_source(Source(path=path), form=reader).documents())
         assert len(documents) == count
         assert reader.detected == detected
         record = json.loads(text.splitlines()[0]) if path.endswith(".jsonl") else json.loads(text)[0]
@@ -327,10 +324,10 @@ def test_bare_texts_are_no_conversations(tmp_path: Path, name: str) -> None:
     written = {"a.json": json.dumps(texts), "a.jsonl": "\n".join(map(json.dumps, texts)), "a.txt": "Once.\n"}
     (tmp_path / name).write_text(written[name])
     for lenient in (False, True):
-        corpus = open_source(Source(path=str(tmp_path / name)), labelled=False, form=form(lenient=lenient))
+        corpus = open_source(Source(path=str(tmp_path / name)), form=form(lenient=lenient))
         with pytest.raises(DataError, match=r"this is a bare text, .*set the source's `format` to `text`"):
             list(corpus.documents())
-    asked = open_source(Source(path=str(tmp_path / name)), labelled=False, form=form(format="text"))
+    asked = open_source(Source(path=str(tmp_path / name)), form=form(format="text"))
     assert Conversation.from_json(next(asked.documents()).text) == "Once."
 
 
@@ -345,6 +342,6 @@ def test_values_that_json_has_no_form_for(tmp_path: Path) -> None:
     """Parquet holds dates, bytes and decimals."""
     records = [{"messages": OPENED, "tools": [{"name": "f", "since": datetime.date(2024, 1, 1)}]}]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "a.parquet")
-    corpus = open_source(Source(path=str(tmp_path / "a.parquet")), labelled=False, form=form())
+    corpus = open_source(Source(path=str(tmp_path / "a.parquet")), form=form())
     with pytest.raises(DataError, match=r"row 1: messages or tools hold what JSON cannot: .*date"):
         list(corpus.documents())

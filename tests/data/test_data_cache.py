@@ -189,7 +189,7 @@ def prepared(folder: Path, kind: str, source: Path | None = None) -> PreparedDat
         **more,
         "data": data | more.get("data", {}),
     }
-    return prepare_data(validate_recipe(tree), labelled=kind == "classes", quiet=True)
+    return prepare_data(validate_recipe(tree), "class" if kind == "classes" else "tokens", quiet=True)
 
 
 def files_of(folder: Path) -> dict[str, bytes]:

@@ -103,9 +103,9 @@ def test_what_does_not_fit_is_refused(
     monkeypatch.setattr("finetune.data.sources.readers.MAX_RECORD_BYTES", 200)
     monkeypatch.setattr(streams, "_CHUNK", 32)
     (tmp_path / name).write_text(content)
-    corpus = open_source(Source(path=str(tmp_path / name)), labelled=False)
+    corpus = open_source(Source(path=str(tmp_path / name)))
     with pytest.raises(DataError, match=message):
-        list(choose_texts(corpus, Rules(True, False, 0.0, False)))
+        list(choose_texts(corpus, Rules(True, False, 0.0)))
 
 
 def test_a_wrong_item_is_found_before_the_file_is_read(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def prepared(cache: Path, task: str = "causal_lm", **keys: Any) -> PreparedData:
         "data": {"cache_dir": str(cache), "validation_fraction": 0.0, **keys},
         "length": {"steps": 0},
     }
-    return prepare_data(validate_recipe(tree), labelled=task != "causal_lm", quiet=True)
+    return prepare_data(validate_recipe(tree), "tokens" if task == "causal_lm" else "class", quiet=True)
 
 
 def jsonl(path: Path, records: list[Any]) -> dict[str, Any]:

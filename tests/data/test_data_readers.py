@@ -136,9 +136,11 @@ def test_a_missing_text_is_an_empty_one_in_every_format(tmp_path: Path) -> None:
     datasets.Dataset.from_dict({"text": ["a", None], "label": ["x", "y"]}).save_to_disk(str(tmp_path / "saved"))
     for name in ("a.csv", "a.jsonl", "a.parquet", "saved"):
         for labelled in (True, False):
-            documents = list(open_source(Source(path=str(tmp_path / name)), labelled=labelled).documents())
+            documents = list(
+                open_source(Source(path=str(tmp_path / name)), "class" if labelled else "tokens").documents()
+            )
             assert [document.text for document in documents] == ["a", ""], name
-    pairs = open_source(Source(path=str(tmp_path / "a.jsonl"), pair_field="text"), labelled=False, target=True)
+    pairs = open_source(Source(path=str(tmp_path / "a.jsonl"), pair_field="text"), "target")
     with pytest.raises(DataError, match="line 2: the field 'text' is empty, and both source and target need a text"):
         list(pairs.documents())
 
@@ -147,29 +149,29 @@ def test_saved_data_sets(tmp_path: Path) -> None:
     dataset = datasets.Dataset.from_dict({"text": TEXTS, "label": [0, 1, 0, 1]})
     dataset.save_to_disk(str(tmp_path / "one"))
     datasets.DatasetDict({"train": dataset, "test": dataset.select([2])}).save_to_disk(str(tmp_path / "dict"))
-    one = open_source(Source(path=str(tmp_path / "one")), labelled=True)
+    one = open_source(Source(path=str(tmp_path / "one")), "class")
     assert [(d.text, d.label) for d in one.documents()] == list(zip(TEXTS, [0, 1, 0, 1], strict=True))
-    test = open_source(Source(path=str(tmp_path / "dict"), split="test"), labelled=False)
+    test = open_source(Source(path=str(tmp_path / "dict"), split="test"))
     assert [d.text for d in test.documents()] == [TEXTS[2]]
     with pytest.raises(DataError, match=r"no split 'dev'; its splits are test, train"):
-        open_source(Source(path=str(tmp_path / "dict"), split="dev"), labelled=False)
+        open_source(Source(path=str(tmp_path / "dict"), split="dev"))
     with pytest.raises(DataError, match=r"holds the splits test, train, which would be read as one"):
-        open_source(Source(path=str(tmp_path / "dict")), labelled=False)
+        open_source(Source(path=str(tmp_path / "dict")))
     with pytest.raises(DataError, match=r"one has no split 'train'; nor any other"):
-        open_source(Source(path=str(tmp_path / "one"), split="train"), labelled=False)
+        open_source(Source(path=str(tmp_path / "one"), split="train"))
     with pytest.raises(DataError, match="no field 'story'; the fields are text, label"):
-        list(open_source(Source(path=str(tmp_path / "one"), text_field="story"), labelled=False).documents())
+        list(open_source(Source(path=str(tmp_path / "one"), text_field="story")).documents())
 
 
 def test_globs_are_sorted_and_limits_hold(tmp_path: Path) -> None:
     for name in "bca":
         write(tmp_path / f"{name}.txt", f"text {name}")
     write(tmp_path / "[x].txt", "brackets")
-    source = open_source(Source(path=f"{tmp_path}/?.txt"), labelled=False)
+    source = open_source(Source(path=f"{tmp_path}/?.txt"))
     assert [d.text for d in source.documents()] == ["text a", "text b", "text c"]
-    source = open_source(Source(path=f"{tmp_path}/?.txt", limit=2), labelled=False)
+    source = open_source(Source(path=f"{tmp_path}/?.txt", limit=2))
     assert [d.text for d in source.documents()] == ["text a", "text b"]
-    source = open_source(Source(path=f"{tmp_path}/[x].txt"), labelled=False)
+    source = open_source(Source(path=f"{tmp_path}/[x].txt"))
     assert [d.text for d in source.documents()] == ["brackets"]
 
 
@@ -179,7 +181,7 @@ def test_fingerprints_follow_content_not_place(tmp_path: Path) -> None:
         write(tmp_path / folder / "x.txt", "same")
 
     def print_of(path: Path, **options: Any) -> object:
-        return open_source(Source(path=str(path), **options), labelled=False).fingerprint
+        return open_source(Source(path=str(path), **options)).fingerprint
 
     first = print_of(tmp_path / "a" / "x.txt")
     assert first == print_of(tmp_path / "b" / "x.txt")
@@ -191,7 +193,7 @@ def test_fingerprints_follow_content_not_place(tmp_path: Path) -> None:
 @pytest.mark.parametrize("given", ["nothing.jsonl", "*.jsonl"])
 def test_nothing_there(tmp_path: Path, given: str) -> None:
     with pytest.raises(DataError, match=r"There is no file .*looked from"):
-        open_source(Source(path=str(tmp_path / given)), labelled=False)
+        open_source(Source(path=str(tmp_path / given)))
 
 
 def test_a_directory_is_read_with_those_below_it(tmp_path: Path) -> None:
@@ -202,7 +204,7 @@ def test_a_directory_is_read_with_those_below_it(tmp_path: Path) -> None:
     write(tmp_path / ".hidden" / "3.txt", "hidden")
 
     def opened(place: str) -> Corpus:
-        return open_source(Source(path=f"{tmp_path}{place}"), labelled=False)
+        return open_source(Source(path=f"{tmp_path}{place}"))
 
     assert [d.text for d in opened("").documents()] == ["one", "two"]
     assert opened("").files == ""
@@ -243,7 +245,7 @@ def test_a_split_of_a_folder_is_read_alone(tmp_path: Path, pattern: str) -> None
 
     def opened(split: str | None, pattern: str = pattern) -> list[str]:
         source = Source(path=f"{tmp_path}{pattern}", split=split)
-        return sorted(document.text for document in open_source(source, labelled=False).documents())
+        return sorted(document.text for document in open_source(source).documents())
 
     for split in {*SPLITS.values()} - {None}:
         assert opened(split) == sorted(name for name, of in SPLITS.items() if of == split)
@@ -262,7 +264,7 @@ def test_a_split_of_a_folder_is_read_alone(tmp_path: Path, pattern: str) -> None
 def test_a_directory_without_data_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "notes.md", "# Notes")
     with pytest.raises(DataError, match="holds no file that can be read"):
-        open_source(Source(path=str(tmp_path)), labelled=False)
+        open_source(Source(path=str(tmp_path)))
 
 
 @pytest.mark.parametrize("delimiter", [",", ";", "\t", "|"])
@@ -318,7 +320,7 @@ def test_a_quotation_over_rows_divided_by_tabs_swallows_none(tmp_path: Path, nam
 def test_an_error_proposes_columns(tmp_path: Path, content: str, says: str) -> None:
     path = write(tmp_path / "a.jsonl", content + "\n")
     with pytest.raises(DataError) as caught:
-        list(open_source(Source(path=str(path)), labelled=False, key="data.train.0").documents())
+        list(open_source(Source(path=str(path)), key="data.train.0").documents())
     assert str(caught.value).endswith(says)
 
 
@@ -332,13 +334,13 @@ def test_an_error_proposes_columns(tmp_path: Path, content: str, says: str) -> N
 )
 def test_addresses_are_named(given: str, says: str) -> None:
     with pytest.raises(DataError, match=says):
-        open_source(Source(path=given), labelled=False)
+        open_source(Source(path=given))
 
 
 def test_a_missing_hub_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     with pytest.raises(DataError, match=r"'nobody/nothing'.*cannot be had from the hub"):
-        open_source(Source(hub="nobody/nothing"), labelled=False)
+        open_source(Source(hub="nobody/nothing"))
 
 
 @pytest.mark.parametrize("name", ["a.docx", "a"])
@@ -544,9 +546,9 @@ def test_damage_anywhere_is_an_error_of_the_users(
     whole = WHOLE_FILES[suffix]
     path = write(tmp_path_factory.mktemp("odd") / f"a{suffix}", whole[:place] + put + whole[place + removed :])
     form = RecordForm("auto", {}, {}, "text", strip=True, tolerance=Tolerance(lenient=False)) if as_chat else None
-    corpus = open_source(Source(path=str(path)), labelled=False, form=form)
+    corpus = open_source(Source(path=str(path)), form=form)
     with contextlib.suppress(DataError):
-        list(choose_texts(corpus, Rules(strip=True, lowercase=False, held_out=0.0, labelled=False)))
+        list(choose_texts(corpus, Rules(strip=True, lowercase=False, held_out=0.0)))
 
 
 HALF = "\ud83d"
@@ -556,10 +558,10 @@ HALF = "\ud83d"
     ("keys", "kinds", "record"),
     [
         ({}, {}, {"text": f"a {HALF}"}),
-        ({}, {"labelled": True}, {"text": "a", "label": f"b {HALF}"}),
+        ({}, {"learned": "class"}, {"text": "a", "label": f"b {HALF}"}),
         ({"pair_field": "pair"}, {}, {"text": "a", "pair": HALF}),
-        ({"text_field": "words"}, {"labelled": True, "tagged": True}, {"words": ["a", HALF], "label": ["O", "O"]}),
-        ({"text_field": "words"}, {"labelled": True, "tagged": True}, {"words": ["a", "b"], "label": ["O", HALF]}),
+        ({"text_field": "words"}, {"learned": "tags"}, {"words": ["a", HALF], "label": ["O", "O"]}),
+        ({"text_field": "words"}, {"learned": "tags"}, {"words": ["a", "b"], "label": ["O", HALF]}),
         ({}, {"form": True}, {"question": f"a {HALF}", "answer": "b"}),
         ({}, {"form": True}, {"question": "a", "answer": "b", "tools": [{"name": HALF}]}),
     ],
@@ -570,7 +572,7 @@ def test_half_a_character_is_refused_in_every_text(
     form = (
         RecordForm("auto", {}, {}, "text", strip=True, tolerance=Tolerance(lenient=True)) if "form" in kinds else None
     )
-    kinds = {"labelled": False, **kinds, "form": form}
+    kinds = {**kinds, "form": form}
     for name in ("a.jsonl", "a.json"):
         line = json.dumps(record)
         path = write(tmp_path / name, f"[{line}]" if name == "a.json" else line)

@@ -145,7 +145,7 @@ def test_chat_needs_a_template(places: dict[str, Path]) -> None:
         "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}\n{% endfor %}"
         "{% if add_generation_prompt %}A:{% endif %}"
     )
-    ids = prompts.turn_tokens(place.tokenizer, "Hello", {})
+    ids = prompts.prompt_tokens(place.tokenizer, "Hello", variables={})
     # Its own begin-of-text is the only one.
     assert ids[0] == 1
     assert ids.count(1) == 1

@@ -26,7 +26,7 @@ from finetune.data.synthetic import story_generator
 from finetune.export import verify_export
 from finetune.export.load_model import load_model
 from finetune.tasks.class_tables import classes_table, confusion_table
-from finetune.tasks.metrics import count_classes, count_confusions, f1_macro
+from finetune.tasks.metrics import count_classes, count_confusions, mean_of_classes
 from finetune.tasks.task_lookup import BUILT_IN, find_task
 from finetune.utils.errors import RecipeError
 
@@ -235,7 +235,7 @@ def test_counts_by_hand() -> None:
     assert counts["a"] == {"rows": 2, "predicted": 2, "precision": 0.5, "recall": 0.5, "f1": 0.5}
     assert counts["c"] == {"rows": 1, "predicted": 0, "precision": None, "recall": 0.0, "f1": 0.0}
     assert counts["d"] == {"rows": 0, "predicted": 1, "precision": 0.0, "recall": None, "f1": 0.0}
-    assert f1_macro(counts) == pytest.approx(0.25)
+    assert mean_of_classes(counts, "f1") == pytest.approx(0.25)
     confusions = count_confusions(classes, "abcd")
     assert confusions == {"a": {"a": 1, "b": 1}, "b": {"a": 1, "b": 1}, "c": {"d": 1}}
     assert confusion_table(confusions, list("abcd"))[1:3] == [["a", "1", "1", "0", "0"], ["b", "1", "1", "0", "0"]]

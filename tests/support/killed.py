@@ -98,7 +98,7 @@ def build(place: Path, log: Path, last: int | None, log_to: Callable[[Path], Non
         moments.before(prepared_cache.os, "rename")
         try:
             recipe = validate_recipe({**TREE, "data": {**TREE["data"], "cache_dir": str(place)}})
-            prepare_data(recipe, labelled="task" in TREE)
+            prepare_data(recipe, "class" if "task" in TREE else "tokens")
             os.write(writer, str(moments.passed).encode())
         except BaseException:
             traceback.print_exc()

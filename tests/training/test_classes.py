@@ -101,7 +101,7 @@ def prepare(recipe: Recipe) -> PreparedData:
     """What the recipe's task prepares, before it is made a task's."""
     labelled = find_task(recipe).labelled
     known = head_classes(recipe, HEAD) if labelled else None
-    return prepare_data(recipe, labelled=labelled, known=known, quiet=True)
+    return prepare_data(recipe, find_task(recipe).learned, known=known, quiet=True)
 
 
 def prepared(model: Path | None, source: str, folder: Path, num_labels: int | None = None, **data: Any) -> PreparedData:

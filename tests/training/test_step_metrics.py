@@ -66,12 +66,14 @@ def test_a_classifier_is_evaluated_by_one_forward_pass_a_batch() -> None:
     found = evaluate_run.evaluate_rows(OneRank(), ForwardWrapper(Scores()), SEQUENCE_CLASSIFICATION, Rows(), 4)  # type: ignore[arg-type]
     assert calls == [4, 4, 2]
     assert found is not None
-    assert found["accuracy"] == 0.8
+    figures = found.figures(["a", "b", "c"]).whole
+    assert figures["accuracy"] == 0.8
     logits = torch.tensor([2.0, 0.0, 0.0]).log_softmax(0)
-    assert found["loss"] == pytest.approx(-(0.8 * logits[0] + 0.2 * logits[1]).item())
+    assert figures["loss"] == pytest.approx(-(0.8 * logits[0] + 0.2 * logits[1]).item())
     without = replace(SEQUENCE_CLASSIFICATION, loss_and_correct=None)
     bare = evaluate_run.evaluate_rows(OneRank(), ForwardWrapper(Scores()), without, Rows(), 4)  # type: ignore[arg-type]
-    assert bare == {key: value for key, value in found.items() if key != "accuracy"}
+    assert bare is not None
+    assert bare.figures([]).whole == {key: figures[key] for key in ("loss", "targets")}
 
 
 @pytest.mark.parametrize("name", ["linear", "cosine"])

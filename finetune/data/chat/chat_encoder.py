@@ -26,6 +26,7 @@ from finetune.utils.errors import DataError
 
 FORMAT_VERSION = 3
 """Version of the encoding of conversations; part of the cache's key."""
+_SHAPING = ("train_on", "end_token", "too_long", "drop_tools", "drop_reasoning")
 
 
 class ChatEncoder:
@@ -78,15 +79,7 @@ class ChatEncoder:
             "special": self._names,
             "template": [self._template.text, self._template.tool_use],
             "variables": dict(self._template.variables),
-            "rules": [
-                section.train_on,
-                section.end_token,
-                section.too_long,
-                section.drop_tools,
-                section.drop_reasoning,
-                self._row_length,
-                *self._around,
-            ],
+            "rules": [getattr(section, name) for name in _SHAPING] + [self._row_length, *self._around],
         }
 
     def encode_all(self, batches: Iterable[Sequence[Chosen]]) -> Iterator[tuple[Sequence[Chosen], Encoded]]:

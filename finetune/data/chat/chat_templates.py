@@ -143,13 +143,9 @@ def find_template(tokenizer: PreTrainedTokenizerBase, given: str | None, variabl
     elif given == "plain":
         texts, name = PLAIN, given
     else:
-        try:
+        advice = "chat.template is a Jinja file, or `plain`."
+        with DataError.explaining(f"The chat template {given} cannot be read", advice):
             texts, name = read_text(Path(given)), given
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or str(error)
-            raise DataError(
-                f"The chat template {given} cannot be read: {reason}. chat.template is a Jinja file, or `plain`."
-            ) from error
     # By the names that transformers gives them.
     texts = {"default": texts} if isinstance(texts, str) else texts or {}
     if not texts.keys() & {"default", "tool_use"}:

@@ -57,12 +57,15 @@ def wrap_stream(num_tokens: int, row_length: int, *, keep_remainder: bool) -> Pa
     lengths = np.full(rows, row_length, np.int64)
     if rest and keep_remainder:
         lengths = np.append(lengths, rest)
-    return PackedRows(
-        starts=np.arange(lengths.size, dtype=np.int64) * row_length,
-        lengths=lengths,
-        row_starts=np.arange(lengths.size + 1, dtype=np.int64),
-        counts={**_NOTHING_LEFT_OUT, "remainder_rows": int(rest > 0 and not keep_remainder)},
-    )
+    left_out = int(rest > 0 and not keep_remainder)
+    return _of_segments(np.arange(lengths.size) * row_length, lengths, remainder_rows=left_out)
+
+
+def _of_segments(starts: Int64s, lengths: Int64s, each: int = 1, **counts: int) -> PackedRows:
+    """Rows of so many segments each."""
+    starts, lengths = (np.ascontiguousarray(values.ravel(), np.int64) for values in (starts, lengths))
+    row_starts = np.arange(0, lengths.size + 1, each, dtype=np.int64)
+    return PackedRows(starts, lengths, row_starts, {**_NOTHING_LEFT_OUT, **counts})
 
 
 def pad_documents(
@@ -77,10 +80,10 @@ def pad_documents(
         with_targets: False for classifiers: lengths are tokens then, not pairs.
     """
     starts, pairs = offsets[:-1], np.diff(offsets) - int(with_targets)
-    empty = int((pairs < 1).sum())
+    counts = {"empty": int((pairs < 1).sum())}
     starts, pairs = starts[pairs >= 1], pairs[pairs >= 1]
     long = pairs > row_length
-    over_long = int(long.sum())
+    counts["over_long"] = int(long.sum())
     if long_documents == "split":
         parts = -(-pairs // row_length)
         # The number of each part within its document.
@@ -88,21 +91,10 @@ def pad_documents(
         starts = np.repeat(starts, parts) + part * row_length
         pairs = np.minimum(np.repeat(pairs, parts) - part * row_length, row_length)
     elif long_documents == "truncate":
-        pairs = np.minimum(pairs, row_length)
+        pairs, counts["truncated"] = np.minimum(pairs, row_length), counts["over_long"]
     else:
-        starts, pairs = starts[~long], pairs[~long]
-    return PackedRows(
-        starts=np.ascontiguousarray(starts, np.int64),
-        lengths=np.ascontiguousarray(pairs, np.int64),
-        row_starts=np.arange(pairs.size + 1, dtype=np.int64),
-        counts={
-            **_NOTHING_LEFT_OUT,
-            "empty": empty,
-            "over_long": over_long,
-            "truncated": over_long if long_documents == "truncate" else 0,
-            "dropped": over_long if long_documents == "drop" else 0,
-        },
-    )
+        starts, pairs, counts["dropped"] = starts[~long], pairs[~long], counts["over_long"]
+    return _of_segments(starts, pairs, **counts)
 
 
 def pad_pairs(offsets: Int64s, firsts: Int64s, room: tuple[int, int], *, drop: bool) -> PackedRows:
@@ -120,18 +112,8 @@ def pad_pairs(offsets: Int64s, firsts: Int64s, room: tuple[int, int], *, drop: b
     kept = ~empty & ~(long & drop)
     over_long = int((long & ~empty).sum())
     lengths = np.minimum(sizes[kept], np.array(room))
-    return PackedRows(
-        starts=np.ascontiguousarray(starts[kept].ravel(), np.int64),
-        lengths=np.ascontiguousarray(lengths.ravel(), np.int64),
-        row_starts=np.arange(0, lengths.size + 1, 2, dtype=np.int64),
-        counts={
-            **_NOTHING_LEFT_OUT,
-            "empty": int(empty.sum()),
-            "over_long": over_long,
-            "truncated": 0 if drop else over_long,
-            "dropped": over_long if drop else 0,
-        },
-    )
+    counts = {"empty": int(empty.sum()), "over_long": over_long, "dropped" if drop else "truncated": over_long}
+    return _of_segments(starts[kept], lengths, 2, **counts)
 
 
 def pack_documents(offsets: Int64s, row_length: int, long_documents: LongDocuments) -> PackedRows:

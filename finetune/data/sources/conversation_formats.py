@@ -25,21 +25,14 @@ AS_IT_IS = "record"
 """Format of a `RecordForm` that returns records as they are, without nulls."""
 
 ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
-    "ai": "assistant",
-    "model": "assistant",
-    "function_call": "assistant",
-    "tool": "tool",
-    "function": "tool",
-    "observation": "tool",
-    "ipython": "tool",
+    name: role
+    for role, names in {
+        "system": "system developer",
+        "user": "user human",
+        "assistant": "assistant gpt chatgpt bot ai model function_call",
+        "tool": "tool function observation ipython",
+    }.items()
+    for name in names.split()
 }
 """Names of speakers in small letters, and their roles."""
 

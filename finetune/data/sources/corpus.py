@@ -7,7 +7,7 @@ import itertools
 import json
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,8 +21,10 @@ from finetune.config.recipe_schema import Source
 from finetune.data.sources.conversation_formats import RecordForm
 from finetune.data.sources.readers import (
     BATCH_ROWS,
+    LABELLED,
     Document,
     Fields,
+    Learned,
     class_names,
     document_of,
     file_classes,
@@ -73,8 +75,7 @@ class Corpus:
         form, classes = self.fields.form, self.fields.classes
         taken = form.fingerprint() if form else [self.fields.text, self.fields.label]
         taken += [self.fields.pair] if self.fields.pair is not None else []
-        taken += ["numbers"] if self.fields.numbers else ["tagged"] if self.fields.tagged else []
-        taken += ["target"] if self.fields.target else []
+        taken += {"number": ["numbers"], "tags": ["tagged"], "target": ["target"]}.get(self.fields.learned, [])
         found = {"content": self.content, "fields": taken, "weight": self.source.weight, "limit": self.source.limit}
         return {**found, "classes": classes} if classes else found
 
@@ -108,42 +109,25 @@ class Corpus:
 
 def open_source(
     source: Source,
+    learned: Learned = "tokens",
     *,
-    labelled: bool,
+    labels: bool = True,
     form: RecordForm | None = None,
     key: str = "",
-    numbers: bool = False,
-    target: bool = False,
-    tagged: bool = False,
-    no_chat: bool = False,
 ) -> Corpus:
     """Finds what a source names and fingerprints it; reads no documents yet.
 
     Args:
-        labelled: True if documents have classes, numbers or tags.
-        numbers: True if they have numbers.
-        target: True if the second of two texts is a target.
-        tagged: True if documents are lists of words, which have tags.
-        no_chat: True if the task reads no conversations; known where documents have labels or a second text.
+        labels: False if classes, numbers and tags are not read, as they are predicted.
         form: The way that records become conversations; None where they are documents.
         key: The source's key in the recipe, for error messages.
 
     Raises:
         DataError: If there is no such source, or it is in no known format.
     """
-    label = source.label_field if labelled else None
+    label = source.label_field if labels and learned in LABELLED else None
     pair = source.pair_field if form is None else None
-    fields = Fields(
-        source.text_field,
-        label,
-        form,
-        pair=pair,
-        numbers=numbers,
-        tagged=tagged,
-        target=target,
-        source=key,
-        no_chat=no_chat,
-    )
+    fields = Fields(source.text_field, label, form, pair=pair, learned=learned, source=key)
     if source.sample is not None:
         return _open_sample(source, source.sample, fields)
     if source.path is None:
@@ -151,9 +135,8 @@ def open_source(
     files = find_files(source.path, source.split)
     if len(files) == 1 and files[0].is_dir():
         return _open_saved(source, files[0], fields)
-    states = {path: _state_of(path) for path in files}
-    content = [[path.suffix.lower(), _hash_file(path)] for path in files]
-
+    states, digests = _identify(files)
+    content = [[path.suffix.lower(), digest] for path, digest in zip(files, digests, strict=True)]
     kinds = Counter(path.suffix.lower() for path in files)
     formats = ", ".join(f"{count:,} {suffix}" for suffix, count in kinds.items()) if len(kinds) > 1 else ""
 
@@ -201,8 +184,8 @@ def _open_saved(source: Source, folder: Path, fields: Fields) -> Corpus:
                 f"The data set in {inner} lists the file {name!r}, which is not a file in that directory. Save it "
                 "again with `datasets`' save_to_disk."
             )
-    states = {inner / name: _state_of(inner / name) for name in listed}
-    content = [[name, _hash_file(inner / name)] for name in sorted(listed)]
+    states, digests = _identify(inner / name for name in sorted(listed))
+    content = [[path.name, digest] for path, digest in zip(states, digests, strict=True)]
     if fields.label is not None:
         names = _read_saved(inner, "dataset_info.json", lambda info: class_names(info.get("features"), fields))
         fields = fields._replace(classes=names)
@@ -210,10 +193,9 @@ def _open_saved(source: Source, folder: Path, fields: Fields) -> Corpus:
     def read(_: Meter) -> Iterator[Document]:
         import datasets
 
-        try:
+        # Arrow and JSON errors of many kinds: all mean a damaged directory.
+        with DataError.explaining(f"The data set in {inner} cannot be opened", "Save it again.", Exception):
             dataset = datasets.load_from_disk(str(inner))
-        except Exception as error:  # Arrow and JSON errors of many kinds: all mean a damaged directory.
-            raise DataError(f"The data set in {inner} cannot be opened: {reason_of(error)}. Save it again.") from error
         return _read_dataset(dataset, fields, str(folder))
 
     return Corpus(source, str(source.path), fields, content, read, (str(folder),), states=states)
@@ -275,14 +257,14 @@ def _open_sample(source: Source, count: int, fields: Fields) -> Corpus:
     return Corpus(source, name, fields, content, read, (name,))
 
 
-def _state_of(path: Path) -> list[int]:
-    with refuse_unreadable(path):
-        return file_state(path)
-
-
-def _hash_file(path: Path) -> str:
-    with refuse_unreadable(path):
-        return file_digest(path)
+def _identify(paths: Iterable[Path]) -> tuple[dict[Path, list[int]], list[str]]:
+    """Returns the `file_state` of each file from before it is digested, and the digests."""
+    states, digests = {}, []
+    for path in paths:
+        with refuse_unreadable(path):
+            states[path] = file_state(path)
+            digests.append(file_digest(path))
+    return states, digests
 
 
 def reason_of(error: Exception) -> str:
@@ -299,16 +281,13 @@ class Rules:
     lowercase: bool
     held_out: float
     """Share of the documents, by hash, that is kept for evaluation."""
-    labelled: bool
-    numbers: bool = False
-    """True if labels are numbers; sources say so as well."""
-    tagged: bool = False
-    """True if each word has a label; sources say so as well."""
+    learned: Learned = "tokens"
+    """The same as of the sources."""
 
     @property
     def by_class(self) -> bool:
         """True if that share is one of each class, for which all labels are read first."""
-        return self.labelled and not (self.numbers or self.tagged) and self.held_out > 0
+        return self.learned == "class" and self.held_out > 0
 
 
 class Chosen(NamedTuple):

@@ -6,9 +6,9 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from finetune.data.sources.column_names import (
     SPANS,
@@ -37,6 +37,10 @@ _SNIFFED_ROWS = 20
 _QUOTED = re.compile('"(?:[^"]|"")*"')
 _CONLLU = ("id", "form", "lemma", "upos", "xpos", "feats", "head", "deprel", "deps", "misc")
 _CONLL_COMMENT = re.compile(r"#\s+\w+( id)? = ")
+Learned = Literal["tokens", "class", "number", "tags", "target"]
+"""What is learned of a document: its tokens, class or number, the tag of each word, or the second of two texts."""
+LABELLED = ("class", "number", "tags")
+"""Those of them that a field beside the text holds."""
 _COMPRESSED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bzip2", ".xz": "xz", ".lz4": "lz4", ".zip": "zip"}
 
 
@@ -69,21 +73,15 @@ class Fields(NamedTuple):
     """Names that the file itself gives to the numbers in `label`, if it does."""
     pair: str | None = None
     """Field of a second text; None where documents have one."""
-    numbers: bool = False
-    """True if `label` holds a number, and no class."""
-    target: bool = False
-    """True if the second text is a target: neither text may be empty then."""
-    tagged: bool = False
-    """True if `text` holds the words of a document, and `label` the tag of each."""
+    learned: Learned = "tokens"
+    """Of `tags`, `text` holds the words of a document; where the pair's text is the `target`, neither may be empty."""
     source: str = ""
     """Key of the recipe's source, such as `data.train.0`, for error messages; empty where it is not known."""
-    no_chat: bool = False
-    """True if no conversations can be read, though neither `label` nor `pair` says so: a class is asked for."""
 
     @property
     def takes_chat(self) -> bool:
         """True if a `chat` section could make conversations of the records: labelled and paired texts are none."""
-        return not self.no_chat and not self.tagged and self.label is self.pair is None
+        return self.learned == "tokens" and self.label is self.pair is None
 
     @property
     def columns(self) -> list[str] | None:
@@ -121,15 +119,9 @@ def read_file(path: Path, fields: Fields, meter: Meter | None = None) -> Iterato
         yield from _READERS[suffix](path, fields, meter or Meter())
 
 
-@contextmanager
-def refuse_unreadable(path: Path) -> Iterator[None]:
+def refuse_unreadable(path: Path) -> AbstractContextManager[None]:
     """Makes an error of the file system one of the data."""
-    try:
-        yield
-    except OSError as error:
-        raise DataError(
-            f"{path} cannot be read: {error.strerror or error}. Check data.train and data.validation."
-        ) from error
+    return DataError.explaining(f"{path} cannot be read", "Check data.train and data.validation.", OSError)
 
 
 def _allowed() -> str:
@@ -151,7 +143,7 @@ def document_of(record: Any, fields: Fields, where: str) -> Document:
             f"{where}: got {kind_of(record)}. Write each document as an object with a field '{fields.text}'."
         )
     require_fields(record, fields, where)
-    if fields.tagged:
+    if fields.learned == "tags":
         return _tagged_words(record, fields, where)
     text, pair = _text(record[fields.text]), None if fields.pair is None else _text(record[fields.pair])
     for key, name, value in (("text_field", fields.text, text), ("pair_field", fields.pair, pair)):
@@ -160,12 +152,13 @@ def document_of(record: Any, fields: Fields, where: str) -> Document:
                 f"{where}: the field '{name}' holds {kind_of(value)}, and only text can be read. Remove or mend the "
                 f"record, or name another field as `{key}`."
             )
-        if fields.target and not str(value).strip():
+        if fields.learned == "target" and fields.pair is not None and not str(value).strip():
             raise DataError(
                 f"{where}: the field '{name}' is empty, and both source and target need a text. Mend or remove the "
                 f"record, or name another field as `{key}`."
             )
-    label = None if fields.label is None else _label(record[fields.label], fields, where)
+    read = _number if fields.learned == "number" else _class
+    label = None if fields.label is None else read(record[fields.label], fields, where)
     return Document(text, label, where, pair=pair)
 
 
@@ -225,12 +218,8 @@ def _number(label: Any, fields: Fields, where: str) -> float:
     return number
 
 
-def _label(label: Any, fields: Fields, where: str) -> int | str | float:
-    """The class that a record says, whatever format it comes from; or its number."""
-    return _number(label, fields, where) if fields.numbers else _class(label, fields, where)
-
-
 def _class(label: Any, fields: Fields, where: str) -> int | str:
+    """The class that a record says, whatever format it comes from."""
     problem, classes = "", fields.classes
     # As CSV, JSON, pandas and `ClassLabel` write that there is none.
     blank = isinstance(label, str) and not label.strip()
@@ -270,7 +259,7 @@ def class_names(features: Any, fields: Fields) -> tuple[str, ...]:
         features: As JSON; whatever else a file holds there has no names.
     """
     feature = features.get(fields.label) if isinstance(features, Mapping) else None
-    if fields.tagged:
+    if fields.learned == "tags":
         # A list of classes, which earlier versions write as a list of one feature.
         feature = feature.get("feature") if isinstance(feature, Mapping) else next(iter(feature or ()), None)
     names = feature.get("names") if isinstance(feature, Mapping) else None
@@ -325,7 +314,7 @@ def require_fields(present: Iterable[str], fields: Fields, where: str) -> None:
         if not fields.takes_chat:
             or_chat = "; if these are conversations, write each as one text: this task reads texts only"
     guesses = {"text_field": guess_text_field(names), "label_field": guess_label_field(names)}
-    guesses = guess_word_fields(names) if fields.tagged else guesses
+    guesses = guess_word_fields(names) if fields.learned == "tags" else guesses
     for key, field in (("text_field", fields.text), ("pair_field", fields.pair), ("label_field", fields.label)):
         if field is not None and field not in names:
             advice, guess = f"Name one of them as the source's `{key}`", guesses.get(key)
@@ -507,7 +496,7 @@ def _read_conll(path: Path, fields: Fields, meter: Meter) -> Iterator[Document]:
 
     In CoNLL-U, which has its own ten columns, the tag is the one that `label_field` names, or `upos`.
     """
-    if not fields.tagged:
+    if fields.learned != "tags":
         raise DataError(
             f"{path} holds a word in each line, which is for tasks that tag words. Give a .txt, .jsonl, .json, "
             ".parquet or .csv file."

@@ -18,7 +18,7 @@ from finetune.data.sources.conversation_formats import RecordForm, Tolerance
 from finetune.data.sources.corpus import Chosen, Corpus, Rules, choose_texts
 from finetune.data.text_issues import Issues, plain_text
 from finetune.data.tokenization.memmap import GrowingArray, Int64s, MaskFile, damaged_file, map_array, pack_mask
-from finetune.data.tokenization.tokenizer import Encoded, Example, Facts, batch_documents
+from finetune.data.tokenization.tokenizer import Encoded, Facts, batch_documents
 from finetune.utils import json_files
 from finetune.utils.atomic_files import digest_of, write_json
 from finetune.utils.errors import DataError
@@ -29,6 +29,19 @@ SHARD_BYTES = 1 << 25
 """Text that a killed build tokenises again at most."""
 
 _COPY_TOKENS = 1 << 22
+# Files of a side while they grow, with their types (of `tokens` by the vocabulary): a number for each document, or for
+# each token. Those that a task does without stay empty.
+_ARRAYS: dict[str, npt.DTypeLike | None] = {
+    "tokens": None,
+    "lengths": np.int64,
+    "labels": np.int64,
+    "firsts": np.int64,
+    "digests": np.uint64,
+    "copies": np.uint32,
+    "token_labels": np.int32,
+    "loose": np.bool_,  # one byte a token that is a target, where something is masked
+}
+_OF_TOKENS, _OF_FIRST_COPIES = ("tokens", "token_labels", "loose"), ("digests", "copies")
 
 Tokens = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 Around = tuple[int | None, int | None]
@@ -38,17 +51,7 @@ Around = tuple[int | None, int | None]
 class TokenFile:
     """One side of a finished token folder, memory-mapped."""
 
-    def __init__(
-        self,
-        folder: Path,
-        side: str,
-        dtype: str,
-        *,
-        labelled: bool,
-        masked: bool = False,
-        paired: bool = False,
-        tagged: bool = False,
-    ) -> None:
+    def __init__(self, folder: Path, side: str, dtype: str) -> None:
         """Opens what `write_tokens` has written.
 
         Raises:
@@ -59,18 +62,20 @@ class TokenFile:
         self.tokens: Tokens = np.asarray(np.memmap(folder / f"{side}.tokens", dtype=np.dtype(dtype), mode="r"))
         self.offsets: Int64s = map_array(folder / f"{side}.offsets.npy")
         """(documents + 1,)"""
-        self.labels: Int64s | None = None
-        """(documents,): position in the folder's list of labels."""
-        if labelled and not tagged:
-            self.labels = map_array(folder / f"{side}.labels.npy")
-        self.firsts: Int64s | None = map_array(folder / f"{side}.firsts.npy") if paired else None
+
+        def column(name: str, dtype: npt.DTypeLike = np.int64) -> npt.NDArray[Any] | None:
+            file = folder / f"{side}.{name}.npy"
+            return map_array(file, dtype) if file.exists() else None
+
+        self.labels: Int64s | None = column("labels")
+        """(documents,): position in the folder's list of labels; None where documents have none."""
+        self.firsts: Int64s | None = column("firsts")
         """(documents,): tokens of the first text of each pair; None where documents have one text."""
-        self.token_labels: npt.NDArray[np.int32] | None = None
+        self.token_labels: npt.NDArray[np.int32] | None = column("token_labels", np.int32)
         """(tokens,): position in the folder's list of labels, of the word that begins at a token; -1 where none does.
         None where words have no labels."""
-        if tagged:
-            self.token_labels = map_array(folder / f"{side}.token_labels.npy", np.int32)
-        self.mask = MaskFile(folder / f"{side}.mask") if masked else None
+        mask = folder / f"{side}.mask"
+        self.mask = MaskFile(mask) if mask.exists() else None
         """The tokens that are targets; None where all are."""
         self.digests: npt.NDArray[np.uint64] = map_array(folder / f"{side}.digests.npy", np.uint64)
         """(documents,): of their texts."""
@@ -114,22 +119,11 @@ def write_tokens(
         if not shards.begin(number, chosen):
             continue
         for batch, encoded in encode_all(batch_documents(chosen)):
-            lengths, numbers, examples = encoded.lengths, encoded.numbers, encoded.examples
-            codes = [labels.setdefault(item.label, len(labels)) for item in batch if item.label is not None]
-            token_labels = _label_tokens(batch, encoded, labels) if encoded.words is not None else None
+            columns = _columns(batch, encoded, labels)
             held = np.fromiter((item.held_out for item in batch), np.bool_, len(batch))
             for side, mask in ((sides[TRAIN], ~held), (sides[HELD_OUT], held)):
                 if mask.any():
-                    picked = np.flatnonzero(mask).tolist()
-                    side.add(
-                        [batch[i] for i in picked],
-                        lengths[mask],
-                        numbers[np.repeat(mask, lengths)],
-                        [codes[i] for i in picked] if codes else None,
-                        [examples[i] for i in picked] if examples is not None else None,
-                        encoded.firsts[mask] if encoded.firsts is not None else None,
-                        token_labels[np.repeat(mask, lengths)] if token_labels is not None else None,
-                    )
+                    side.add(batch, encoded, columns, mask)
             shards.advance(batch)
         shards.end()
     counts = {name: side.finish() for name, side in sides.items()}
@@ -149,17 +143,29 @@ def write_tokens(
     return {"dtype": dtype.name, "labels": list(labels), **counts}
 
 
-def _label_tokens(
+def _columns(
     batch: Sequence[Chosen], encoded: Encoded, labels: dict[int | str | float, int]
-) -> npt.NDArray[np.int32]:
-    """Positions in the list of labels, to which new ones are added: (tokens,); -1 where no word begins."""
-    tags = [item.tags or () for item in batch]
-    codes = np.array([labels.setdefault(tag, len(labels)) for tag in itertools.chain(*tags)] + [-1], np.int32)
-    counts = np.array([len(of_words) for of_words in tags])
-    before = np.repeat(np.cumsum(counts) - counts, encoded.lengths)
-    words = encoded.words
-    assert words is not None
-    return codes[np.where(words >= 0, before + words, -1)]
+) -> dict[str, npt.NDArray[Any]]:
+    """Returns arrays of a batch by their names in `_ARRAYS`; adds new labels to those that are known."""
+    columns: dict[str, npt.NDArray[Any]] = {
+        "digests": np.array([item.digest for item in batch], np.uint64),
+        "copies": np.array([item.copies for item in batch], np.uint32),
+    }
+    if codes := [labels.setdefault(item.label, len(labels)) for item in batch if item.label is not None]:
+        columns["labels"] = np.array(codes, np.int64)
+    if encoded.firsts is not None:
+        columns["firsts"] = encoded.firsts
+    if encoded.examples is not None:
+        columns["loose"] = np.concatenate([example.mask for example in encoded.examples])
+    if encoded.words is not None:
+        tags = [item.tags or () for item in batch]
+        positions = [labels.setdefault(tag, len(labels)) for tag in itertools.chain(*tags)]
+        counts = np.array([len(of_words) for of_words in tags])
+        before = np.repeat(np.cumsum(counts) - counts, encoded.lengths)
+        columns["token_labels"] = np.array([*positions, -1], np.int32)[
+            np.where(encoded.words >= 0, before + encoded.words, -1)
+        ]
+    return columns
 
 
 class SplitWriter:
@@ -172,19 +178,8 @@ class SplitWriter:
         self._stem = folder / name
         self._around, self._restore = around, restore
 
-        kinds: dict[str, npt.DTypeLike] = {
-            "tokens": dtype,
-            "lengths": np.int64,
-            "labels": np.int64,
-            "firsts": np.int64,
-            "digests": np.uint64,
-            "copies": np.uint32,
-            "token_labels": np.int32,
-            "loose": np.bool_,  # one byte a token while the file grows, and only if something is masked
-        }
-        self._files = [GrowingArray(folder / f"{name}.{kind}", of) for kind, of in kinds.items()]
-        self._tokens, self._lengths, self._labels, self._firsts, self._digests, self._copies = self._files[:6]
-        self._token_labels, self._loose = self._files[6:]
+        self._files = {kind: GrowingArray(folder / f"{name}.{kind}", of or dtype) for kind, of in _ARRAYS.items()}
+        self._tokens, self._lengths = self._files["tokens"], self._files["lengths"]
         self.facts = Facts()
         self._ends: Counter[int] = Counter()
         self._issues = Issues()
@@ -196,7 +191,7 @@ class SplitWriter:
     def state(self) -> dict[str, Any]:
         """Returns what `restore` needs, as JSON-able values, once the files are on the disk."""
         return {
-            "files": [(len(file), file.sync()) for file in self._files],
+            "files": [(len(file), file.sync()) for file in self._files.values()],
             "facts": vars(self.facts),
             "ends": list(self._ends.items()),
             "issues": vars(self._issues),
@@ -207,7 +202,7 @@ class SplitWriter:
 
     def restore(self, state: dict[str, Any]) -> bool:
         """Goes back to a state; returns whether the files hold what it is about."""
-        complete = [file.cut(*written) for file, written in zip(self._files, state["files"], strict=True)]
+        complete = [file.cut(*written) for file, written in zip(self._files.values(), state["files"], strict=True)]
         self.facts = Facts(**state["facts"])
         self._ends = Counter(dict(state["ends"]))
         self._issues = Issues(**state["issues"])
@@ -218,39 +213,36 @@ class SplitWriter:
 
     def begin(self) -> None:
         """Starts the documents of the next source."""
-        self._first, self._first_token, self._first_copy = len(self._lengths), len(self._tokens), len(self._copies)
+        self._first, self._first_token = len(self._lengths), len(self._tokens)
+        self._first_copy = len(self._files["copies"])
         self._sources.append({"number": len(self._sources), "documents": 0, "tokens": 0, "format": "", "unread": []})
 
     def add(
         self,
-        items: Sequence[Chosen],
-        lengths: npt.NDArray[np.uint32],
-        numbers: npt.NDArray[np.uint32],
-        labels: Sequence[int] | None,
-        examples: Sequence[Example] | None,
-        firsts: npt.NDArray[np.uint32] | None,
-        token_labels: npt.NDArray[np.int32] | None = None,
+        batch: Sequence[Chosen],
+        encoded: Encoded,
+        columns: Mapping[str, npt.NDArray[Any]],
+        here: npt.NDArray[np.bool_],
     ) -> None:
-        """Appends documents; those without a token are only counted."""
-        for example in examples or ():
+        """Appends documents of a batch; those without a token are only counted.
+
+        Args:
+            columns: What is known of the batch beside tokens and lengths, by its name in `_ARRAYS`.
+            here: The documents that are of this side, (documents,).
+        """
+        for example in itertools.compress(encoded.examples or (), here):
             self.facts.add(example.facts)
             if example.end is not None:
                 self._ends[example.end] += 1
-        kept = lengths > 0
-        self._empty += int((~kept).sum())
-        chosen = np.flatnonzero(kept).tolist()
+        kept = here & (encoded.lengths > 0)
+        self._empty += int(here.sum() - kept.sum())
+        as_json = not columns.keys().isdisjoint(("loose", "firsts", "token_labels"))
         done = len(self._lengths) - self._first
-        as_json = any(part is not None for part in (examples, firsts, token_labels))
-        self._issues.look((items[i] for i in chosen), done, self._restore, chat=as_json)
-        self._digests.append(np.array([items[i].digest for i in chosen], np.uint64))
-        self._copies.append(np.array([items[i].copies for i in chosen], np.uint32))
-        if labels is not None:
-            self._labels.append(np.array([labels[i] for i in chosen], np.int64))
-        if firsts is not None:
-            self._firsts.append(firsts[kept].astype(np.int64))
-        if token_labels is not None:
-            self._token_labels.append(token_labels)
-        sizes = lengths[kept].astype(np.int64)
+        self._issues.look(itertools.compress(batch, kept), done, self._restore, chat=as_json)
+        of_tokens = np.repeat(kept, encoded.lengths)
+        for name, values in columns.items():
+            self._files[name].append(values[of_tokens if name in _OF_TOKENS else kept])
+        numbers, sizes = encoded.numbers[of_tokens], encoded.lengths[kept].astype(np.int64)
         ends = np.cumsum(sizes)
         bos, eos = self._around
         # The end of a document and the begin of the next go to the same place, in this order.
@@ -260,8 +252,6 @@ class SplitWriter:
             numbers = np.insert(numbers, places, np.repeat([token for token, _ in around], sizes.size))
         self._tokens.append(numbers)
         self._lengths.append(sizes + len(around))
-        if examples is not None:
-            self._loose.append(np.concatenate([example.mask for example in examples]))
 
     def repeat(self, form: RecordForm | None) -> None:
         """Appends the copies of the source's documents: a whole pass after the first, never side by side.
@@ -269,25 +259,18 @@ class SplitWriter:
         Args:
             form: How its records were read, if they are conversations.
         """
-        copies = self._copies.view()[self._first_copy :]
+        copies = self._files["copies"].view()[self._first_copy :]
         for number in range(1, int(copies.max(initial=1))):
-            documents = self._first + np.flatnonzero(copies > number)
-            offsets, lengths = self._offsets(), self._lengths.view()
-            written, learned, labels = self._tokens.view(), self._loose.view(), self._labels.view()
-            firsts, token_labels = self._firsts.view(), self._token_labels.view()
-            cuts = np.flatnonzero(np.diff(np.cumsum(lengths[documents]) // _COPY_TOKENS)) + 1
-            for part in np.split(documents, cuts):
-                pieces = [slice(offsets[i], offsets[i + 1]) for i in part.tolist()]
-                self._tokens.append(np.concatenate([written[piece] for piece in pieces]))
-                self._lengths.append(lengths[part])
-                if learned.size:
-                    self._loose.append(np.concatenate([learned[piece] for piece in pieces]))
-                if token_labels.size:
-                    self._token_labels.append(np.concatenate([token_labels[piece] for piece in pieces]))
-                if labels.size:
-                    self._labels.append(labels[part])
-                if firsts.size:
-                    self._firsts.append(firsts[part])
+            documents, offsets = self._first + np.flatnonzero(copies > number), self._offsets()
+            there = {
+                name: file.view() for name, file in self._files.items() if len(file) and name not in _OF_FIRST_COPIES
+            }
+            cuts = np.flatnonzero(np.diff(np.cumsum(there["lengths"][documents]) // _COPY_TOKENS)) + 1
+            for some in np.split(documents, cuts):
+                pieces = [slice(offsets[i], offsets[i + 1]) for i in some.tolist()]
+                for name, values in there.items():
+                    copied = np.concatenate([values[p] for p in pieces]) if name in _OF_TOKENS else values[some]
+                    self._files[name].append(copied)
         source = self._sources[-1]
         source |= {"documents": len(self._lengths) - self._first, "tokens": len(self._tokens) - self._first_token}
         if form is not None:
@@ -295,30 +278,25 @@ class SplitWriter:
 
     def finish(self) -> dict[str, Any] | None:
         """Writes what is read later; None where there is no document."""
-        documents, tokens, masked = len(self._lengths), len(self._tokens), len(self._loose) > 0
+        documents, tokens, loose = len(self._lengths), len(self._tokens), self._files["loose"]
         if not documents:
             return None
-        digests = self._digests.view()
-        np.save(f"{self._stem}.offsets.npy", self._offsets(), allow_pickle=False)
-        np.save(f"{self._stem}.digests.npy", digests, allow_pickle=False)
-        if len(self._labels):
-            np.save(f"{self._stem}.labels.npy", self._labels.view(), allow_pickle=False)
-        if len(self._firsts):
-            np.save(f"{self._stem}.firsts.npy", self._firsts.view(), allow_pickle=False)
-        if len(self._token_labels):
-            np.save(f"{self._stem}.token_labels.npy", self._token_labels.view(), allow_pickle=False)
-        for file in self._files:
+        saved = {name: self._files[name].view() for name in ("digests", "labels", "firsts", "token_labels")}
+        for name, values in {**saved, "offsets": self._offsets()}.items():
+            if values.size:
+                np.save(f"{self._stem}.{name}.npy", values, allow_pickle=False)
+        for file in self._files.values():
             file.close()
-        if masked:
-            pack_mask(self._loose.path, self._stem.with_suffix(".mask"))
-        ordered = np.sort(digests)
+        if len(loose):
+            pack_mask(loose.path, self._stem.with_suffix(".mask"))
+        ordered = np.sort(saved["digests"])
         return {
             "documents": documents,
             "tokens": tokens,
             "empty": self._empty,
             "duplicates": int((ordered[1:] == ordered[:-1]).sum()),
             "sources": [source for source in self._sources if source["documents"]],
-            "chat": vars(self.facts) if masked else None,
+            "chat": vars(self.facts) if len(loose) else None,
             "issues": vars(self._issues),
             "ends": {str(token): count for token, count in self._ends.most_common()},
         }
@@ -326,7 +304,7 @@ class SplitWriter:
     def clear(self) -> None:
         """Removes the files that only a build needs; of a side without documents all."""
         kept = {self._tokens} if len(self._lengths) else set()
-        for file in self._files:
+        for file in self._files.values():
             if file not in kept:
                 file.path.unlink()
 
@@ -443,7 +421,7 @@ def training_texts(
     """
     count = before = 0
     for corpus in corpora:
-        as_json = corpus.fields.form is not None or corpus.fields.pair is not None or corpus.fields.tagged
+        as_json = corpus.fields.form is not None or corpus.fields.pair is not None or corpus.fields.learned == "tags"
         for item in choose_texts(corpus, rules, held_digests):
             if item.text and not item.held_out:
                 count += 1

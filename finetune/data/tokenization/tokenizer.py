@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from finetune.config import path_kinds
 from finetune.config.recipe_schema import Recipe
 from finetune.data.sources.corpus import Chosen, reason_of
-from finetune.data.sources.readers import END_OF_TEXT
+from finetune.data.sources.readers import END_OF_TEXT, Learned
 from finetune.utils import json_files
 from finetune.utils.errors import DataError
 from finetune.utils.file_formats import format_of
@@ -195,8 +195,8 @@ def restore_text(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
     return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
-def wrapping_of(tokenizer: PreTrainedTokenizerBase, *, target: bool = False) -> Wrapping:
-    """Finds what the tokenizer itself puts before and behind a text.
+def wrapping_of(tokenizer: PreTrainedTokenizerBase, *, pair: bool = False, target: bool = False) -> Wrapping:
+    """Finds what the tokenizer itself puts before and behind a text, or around and between two, with their type ids.
 
     Args:
         target: True for a text that is to be written, which some tokenizers treat otherwise (mBART's language codes).
@@ -204,15 +204,28 @@ def wrapping_of(tokenizer: PreTrainedTokenizerBase, *, target: bool = False) -> 
     Raises:
         DataError: If it does something else to the text as well.
     """
-    probe = "text_target" if target else "text"
-    bare, full = (list(tokenizer(**{probe: "a"}, add_special_tokens=add)["input_ids"]) for add in (False, True))
-    for start in range(len(full) - len(bare) + 1):
-        if full[start : start + len(bare)] == bare:
-            return Wrapping(tuple(full[:start]), tuple(full[start + len(bare) :]))
-    raise DataError(
-        f"The tokenizer {type(tokenizer).__name__} changes a text when it adds special tokens, so its documents cannot "
-        "be prepared for this task. Name another as tokenizer.name."
-    )
+    probes = {"text_target": "a"} if target else {"text": "a", "text_pair": "b"} if pair else {"text": "a"}
+    key = next(iter(probes))
+    bare = [list(tokenizer(**{key: text}, add_special_tokens=False)["input_ids"]) for text in probes.values()]
+    both = tokenizer(**probes)
+    full, types = list(both["input_ids"]), both.get("token_type_ids")
+    for starts in itertools.combinations(range(len(full) + 1), len(bare)):
+        ends = [start + len(ids) for start, ids in zip(starts, bare, strict=True)]
+        if (not pair or ends[0] <= starts[1]) and all(
+            full[start:end] == ids for start, end, ids in zip(starts, ends, bare, strict=True)
+        ):
+            # One type for each text, however many tokens the probes have.
+            kept = [*range(starts[0] + 1), *range(ends[0], starts[-1] + 1), *range(ends[-1], len(full))]
+            return Wrapping(
+                before=tuple(full[: starts[0]]),
+                between=tuple(full[ends[0] : starts[-1]]),
+                behind=tuple(full[ends[-1] :]),
+                types=tuple(types[place] for place in kept) if pair and types is not None else None,
+            )
+    what = "texts when it pairs them, so `pair_field` cannot be used with it"
+    if not pair:
+        what = "a text when it adds special tokens, so its documents cannot be prepared for this task"
+    raise DataError(f"The tokenizer {type(tokenizer).__name__} changes {what}. Name another as tokenizer.name.")
 
 
 def target_wrapping_of(tokenizer: PreTrainedTokenizerBase) -> Wrapping:
@@ -228,33 +241,6 @@ def target_wrapping_of(tokenizer: PreTrainedTokenizerBase) -> Wrapping:
             "is generated. Name another as tokenizer.name, or give this one an eos_token."
         )
     return found if end in found.behind else found._replace(behind=(*found.behind, end))
-
-
-def pairing_of(tokenizer: PreTrainedTokenizerBase) -> Wrapping:
-    """Finds what the tokenizer itself puts before, between and behind two texts, and their type ids.
-
-    Raises:
-        DataError: If it does something else to the texts as well.
-    """
-    one, other = (list(tokenizer.encode(text, add_special_tokens=False)) for text in ("a", "b"))
-    both = tokenizer("a", "b")
-    full, types = list(both["input_ids"]), both.get("token_type_ids")
-    for start in range(len(full)):
-        for then in range(start + len(one), len(full)):
-            end, behind = start + len(one), then + len(other)
-            if full[start:end] == one and full[then:behind] == other:
-                # One for each text, however many tokens the probes have.
-                kept = [*range(start + 1), *range(end, then + 1), *range(behind, len(full))]
-                return Wrapping(
-                    before=tuple(full[:start]),
-                    between=tuple(full[end:then]),
-                    behind=tuple(full[behind:]),
-                    types=tuple(types[place] for place in kept) if types is not None else None,
-                )
-    raise DataError(
-        f"The tokenizer {type(tokenizer).__name__} changes texts when it pairs them, so `pair_field` cannot be used "
-        "with it. Name another as tokenizer.name."
-    )
 
 
 def truncate_pair(first: int, second: int, room: int) -> tuple[int, int]:
@@ -345,18 +331,17 @@ class Encoder:
     def __init__(
         self,
         tokenizer: Any,
+        learned: Learned = "tokens",
         *,
         num_workers: int | None,
         pairs: bool = False,
-        tagged: bool = False,
-        targets: bool = False,
     ) -> None:
         """Takes a transformers tokenizer, and a number of threads; None for one a core.
 
         A tokenizer without a fast backend is slow but works, in one thread. Of pairs, each is the JSON of two texts,
-        with `targets` the second is one that is to be written; where words are tagged, of these.
+        of which the second may be a target; where words have tags, of these.
         """
-        self._tokenizer, self._pairs, self._tagged, self._targets = tokenizer, pairs, tagged, targets
+        self._tokenizer, self._pairs, self._learned = tokenizer, pairs, learned
         self._num_workers = num_workers or cores()
 
     @cached_property
@@ -373,14 +358,14 @@ class Encoder:
         decoded = [text.decode() for text in texts]
         if self._pairs:
             decoded = [part for text in decoded for part in (json.loads(text) if text else ("", ""))]
-        if self._tagged:
+        if self._learned == "tags":
             return self._encode_words([json.loads(text) if text else [] for text in decoded])
         if self._fast is None:
             options = {"add_special_tokens": False, "split_special_tokens": True}
             lists = [
                 # Marian has a vocabulary for each side.
                 self._tokenizer(text_target=text, **options)["input_ids"]
-                if self._targets and number % 2
+                if self._pairs and self._learned == "target" and number % 2
                 else self._tokenizer.encode(text, **options)
                 for number, text in enumerate(decoded)
             ]

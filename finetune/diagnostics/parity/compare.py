@@ -90,12 +90,10 @@ def read_finished(directory: Path, name: str | None = None) -> FinishedRun:
         CheckpointError: If its files cannot be read.
     """
     facts = run_facts.read_facts(directory)
-    try:
+    with CheckpointError.explaining(f"{directory}: metrics or ledger cannot be read", "", OSError):
         metrics = run_facts.read_metrics(directory)
         ledger = directory / row_ledger.LEDGER
         used = row_ledger.read_ledger(directory) if ledger.exists() else Lines([], {}, [])
-    except OSError as error:
-        raise CheckpointError(f"{directory}: metrics or ledger cannot be read: {error.strerror or error}.") from error
     rows = {line["step"] + 1: line["rows"] for line in used.whole if "step" in line}
     lines = [line for line in metrics.whole if "grad_norm" in line]
     steps = {line["step"]: line for line in lines if line.keys() >= _COMPARED}

@@ -60,10 +60,8 @@ def write_recipes(
     """
     if steps < 1:
         raise RecipeError(f"--steps {steps}: take one step at least.")
-    try:
+    with RecipeError.explaining(f"--to: cannot make the folder {folder}", "Give another."):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RecipeError(f"--to: cannot make the folder {folder}: {error.strerror or error}. Give another.") from error
     for name in launches:
         if (folder / name).exists():
             raise RecipeError(f"--to: {folder / name} is there already. Give a new folder, or remove it.")
@@ -130,19 +128,12 @@ _WIDTH = _HEADS * _HEAD_WIDTH
 
 # The most that is left of a size, by what architectures call it.
 _AT_MOST = {
-    "intermediate_size": 2 * _WIDTH,
-    "n_inner": 2 * _WIDTH,
-    "ffn_dim": 2 * _WIDTH,
-    "moe_intermediate_size": _WIDTH,
-    "shared_expert_intermediate_size": _WIDTH,
-    "num_local_experts": 4,
-    "num_experts": 4,
+    **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim"), 2 * _WIDTH),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), _WIDTH),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), _WIDTH // 2),
+    **dict.fromkeys(("num_local_experts", "num_experts"), 4),
     "num_experts_per_tok": 2,
-    "q_lora_rank": _WIDTH // 2,
-    "kv_lora_rank": _WIDTH // 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
+    **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace"), 1),
 }
 
 # Not of the architecture: where the weights came from, and what a run settles for itself.
@@ -168,17 +159,14 @@ def shrink_model(recipe: Recipe) -> dict[str, Any]:
     if given is None:
         known = AutoConfig.for_model(config.model_type).to_dict()
         given = {key: value for key, value in config.to_diff_dict().items() if key in known and key not in _LEFT_OUT}
-    try:
+    what = f"--shrink: a small {config.model_type} cannot be derived from its configuration"
+    advice = "Write a small model.config into the recipe, and leave --shrink out."
+    # Architectures answer to sizes that they cannot have with many error types.
+    with RecipeError.explaining(what, advice, Exception):
         values = {**given, "model_type": config.model_type, **small_sizes(config, recipe.data.sequence_length)}
         AutoModel.from_config(AutoConfig.for_model(**values), trust_remote_code=False)(
             input_ids=torch.zeros(1, 8, dtype=torch.long)
         )
-    except Exception as error:  # architectures answer to sizes that they cannot have with many error types
-        reason = " ".join(str(error).split())[:200].rstrip(".")
-        raise RecipeError(
-            f"--shrink: a small {config.model_type} cannot be derived from its configuration: {reason}. Write a small "
-            "model.config into the recipe, and leave --shrink out."
-        ) from error
     tree: dict[str, Any] = recipe.model_dump(mode="json")
     tree["model"] |= {"name": None, "revision": None, "config": values}
     # A model's own tokenizer stays, and its vocabulary as large as that wants it.
