@@ -466,8 +466,8 @@ def task_conflicts(recipe: Recipe, task: TaskTraits) -> Iterable[str]:
             yield f"{place}.label_field: {recipe.task.name} reads no labels; remove it"
     if section.patience is not None and best_by is None:
         yield "eval.patience: checkpoint.keep_best_by is null, so that no evaluation is better than another; name a key"
-    if section.patience is not None and section.every_steps is None:
-        yield "eval.patience: nothing is evaluated before the end of the run; give `eval.every_steps`"
+    if section.patience is not None and section.every_steps is None and section.per_epoch is None:
+        yield "eval.patience: nothing is evaluated before the end of the run; give `eval.every_steps` or `per_epoch`"
     if best_by is not None and not own and not both:
         written = ("perplexity", "accuracy") if task.paired else ("perplexity",)
         also = written if task.text else fixed or ("accuracy", "recall_macro")

@@ -24,6 +24,7 @@ from pydantic import (
 )
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+PerEpoch = Annotated[float, Field(ge=0.01)]
 PathText = Annotated[str, AfterValidator(os.path.expanduser)]
 """A path, or a name that may be one, such as that of a model; `~` in front is the home directory."""
 
@@ -111,8 +112,12 @@ class OutputSection(Section):
 class CheckpointSection(Section):
     """Checkpoints, from which a run that was stopped resumes, on the same backend or another."""
 
+    exclusive = {("every_steps", "per_epoch"): "give `every_steps` or `per_epoch`, not both"}
+
     every_steps: Annotated[PositiveInt | None, "optimiser steps"] = None
     """Steps between checkpoints."""
+    per_epoch: Annotated[PerEpoch | None, "checkpoints an epoch"] = None
+    """Checkpoints in each epoch, at equal distances, the last at its end; `0.5`: every second epoch."""
     every_minutes: Annotated[PositiveFloat | None, "minutes"] = 30.0
     """Minutes between checkpoints, by the clock of rank 0. A checkpoint is due by steps or minutes, whichever comes
     first."""
@@ -264,8 +269,12 @@ class Source(Section):
 class EvalSection(Section):
     """Exact evaluation: every validation document once, weighted by tokens; and metrics of the model's output."""
 
+    exclusive = {("every_steps", "per_epoch"): "give `every_steps` or `per_epoch`, not both"}
+
     every_steps: Annotated[PositiveInt | None, "optimiser steps"] = None
     """Steps between evaluations during the run."""
+    per_epoch: Annotated[PerEpoch | None, "evaluations an epoch"] = None
+    """Evaluations in each epoch, at equal distances, the last at its end; `0.5`: every second epoch."""
     at_end: bool = True
     """Evaluate after the last step."""
     micro_size: Annotated[PositiveInt | None, "rows a forward pass and process"] = None

@@ -210,7 +210,7 @@ def _build_watched(plan: RunPlan, watch: RankWatch, quiet: bool) -> BuiltRun:
             data_size=backend.mesh.data_size,
             data_rank=backend.mesh.data_rank,
         ),
-        state=TrainState.resumed(recipe, resume, backend.device),
+        state=TrainState.resumed(recipe, resume, backend),
         resume=resume,
         identity=identity,
         directory=directory,

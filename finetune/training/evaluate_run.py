@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from finetune.config.recipe_schema import Recipe
+from finetune.config.recipe_schema import EvalSection, Recipe, SampleSection
 from finetune.data.class_labels import some
 from finetune.data.rows.feed import Rows, evaluation_batches
 from finetune.distributed.backend import Backend
@@ -39,15 +39,15 @@ def evaluate_and_sample(run: BuiltRun) -> bool:
     """Evaluates and samples where that is due; False if a request to stop came in between."""
     recipe, step = run.recipe, run.state.step
 
-    def due(every: int | None, at_end: bool) -> bool:
+    def due(section: EvalSection | SampleSection) -> bool:
         if step == run.length.num_steps or run.state.best.ends_run(recipe):
-            return at_end
-        return every is not None and step % every == 0
+            return section.at_end
+        return run.is_due(section.every_steps, getattr(section, "per_epoch", None))
 
     evaluates = run.data.validation is not None or run.prompts
-    if evaluates and due(recipe.eval.every_steps, recipe.eval.at_end) and not _evaluate(run):
+    if evaluates and due(recipe.eval) and not _evaluate(run):
         return False
-    if recipe.sample is not None and due(recipe.sample.every_steps, recipe.sample.at_end):
+    if recipe.sample is not None and due(recipe.sample):
         run.timer.mark("aside")
         text = sample_text(run.backend, run.model, run.task, recipe, run.data.tokenizer, run.data.ends)
         run.reporter.log({"step": step, "sample": text})

@@ -34,6 +34,7 @@ def save_checkpoint(run: BuiltRun, *, evaluated: bool, wait: bool) -> None:
     state = {
         **run.state.to_dict(),
         **run.feed.state_dict(run.state.step),
+        "epoch_sums": run.epoch_totals(),
         "scaler": run.backend.scaler_state(),
         "skipped": run.nonfinite.state,
         "looked_at": evaluated,

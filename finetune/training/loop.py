@@ -21,7 +21,7 @@ from finetune.tasks.task import Batch
 from finetune.training import finish_run
 from finetune.training.evaluate_run import evaluate_and_sample
 from finetune.training.run import BuiltRun
-from finetune.training.step_metrics import PeakMemoryMonitor, check_nonfinite, log_step, look_at_profile
+from finetune.training.step_metrics import PeakMemoryMonitor, check_nonfinite, log_epoch, log_step, look_at_profile
 from finetune.training.weight_check import WeightCheck
 from finetune.utils.to_device import batch_to_device, tensor_to_device
 
@@ -88,10 +88,12 @@ def _take_steps(run: BuiltRun) -> Iterator[Step]:
             check_nonfinite(run, output)
             weights.step_taken(state.step, run.nonfinite.total - skipped)
             metrics = log_step(run, lr, output)
+            log_epoch(run)
             evaluated = not sync.stop and evaluate_and_sample(run)
             stopped = not evaluated
             end = state.step if state.best.ends_run(recipe) else last
-            if stopped or run.checkpoints.is_due(state.step, end, sync):
+            due = run.is_due(recipe.checkpoint.every_steps, recipe.checkpoint.per_epoch)
+            if stopped or run.checkpoints.is_due(sync, by_steps=due, at_end=state.step == end):
                 run.timer.mark("aside")
                 check_nonfinite(run, None)  # A checkpoint must hold no step that diverged.
                 finish_run.save_checkpoint(run, evaluated=evaluated, wait=stopped or state.step == end)
@@ -152,6 +154,9 @@ def train_step(run: BuiltRun, step: int) -> StepOutput:
     backend.clear(run.optimizer)
     timer.mark("other")
     run.state.tokens += targets
+    # Of a step that is skipped, nothing counts.
+    sums = torch.stack([torch.stack(losses).double().sum(), targets])
+    run.state.epoch_sums += torch.where(torch.isfinite(norm.reshape(1)), sums, 0.0)
     return StepOutput(
         step=step, sync=read_later, norm=AsyncScalar(norm.reshape(1)), losses=torch.stack(losses), rows=window.rows
     )

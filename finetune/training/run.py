@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -96,6 +97,9 @@ class TrainState:
     """Targets trained on over all ranks; (1,), float64, on the device."""
     last_log: LastLog
     best: BestEvaluation
+    epoch_sums: torch.Tensor
+    """This rank's losses of the epoch so far, and all ranks' targets, without steps that were skipped; (2,), float64,
+    on the device. A float64 holds sums of losses exactly, in whatever order."""
     computed: float = 0.0
     """Tokens that all ranks have computed since this process began, learned or not, without padding."""
     recent_losses: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=RECENT))
@@ -107,11 +111,14 @@ class TrainState:
     one."""
 
     @classmethod
-    def resumed(cls, recipe: Recipe, resume: ResumePoint, device: torch.device) -> "TrainState":
+    def resumed(cls, recipe: Recipe, resume: ResumePoint, backend: Backend) -> "TrainState":
         """Returns the state that a run begins with."""
-        counted = torch.full((1,), float(resume.tokens), dtype=torch.float64, device=device)
+        counted = torch.full((1,), float(resume.tokens), dtype=torch.float64, device=backend.device)
         best = BestEvaluation.resumed(recipe, resume.state.get("best"))
-        return cls(resume.step, counted, LastLog(resume.step, float(resume.tokens)), best)
+        sums = torch.tensor(resume.state.get("epoch_sums", (0.0, 0.0)), dtype=torch.float64, device=backend.device)
+        if not backend.is_main:
+            sums[0] = 0.0  # what rank 0 has is of all ranks
+        return cls(resume.step, counted, LastLog(resume.step, float(resume.tokens)), best, sums)
 
     def log_here(self) -> None:
         """Has the next rates count from this step; waits for the device."""
@@ -174,3 +181,21 @@ class BuiltRun:
     """Bytes of weights on this rank before the first step."""
     beside: Mapping[str, bytes]
     """Files beside the base that go along with its weights, on rank 0."""
+
+    def parts_read(self, step: int, per_epoch: float = 1.0) -> int:
+        """Returns how many parts of epochs all ranks have read before a step, of `per_epoch` equal ones in each."""
+        # 0.333 stands for a third.
+        return int((self.feed.epoch(step) or 0) * Fraction(per_epoch).limit_denominator(100))
+
+    def is_due(self, every_steps: int | None, per_epoch: float | None) -> bool:
+        """Returns whether something is due after this step: every so many steps, or so many times an epoch."""
+        step = self.state.step
+        if per_epoch is not None:
+            return self.parts_read(step, per_epoch) > self.parts_read(step - 1, per_epoch)
+        return every_steps is not None and step % every_steps == 0
+
+    def epoch_totals(self) -> list[float]:
+        """Returns the sum of the epoch's losses so far over all ranks, and their number; every rank must call it."""
+        loss, targets = self.state.epoch_sums
+        counted = (loss * self.backend.mesh.counts_loss).reshape(1)
+        return [self.backend.all_reduce_sum(counted).item(), targets.item()]

@@ -52,7 +52,7 @@ def log_step(run: BuiltRun, lr: float, output: StepOutput) -> dict[str, Any] | N
 
     values = {
         "step": state.step,
-        "epoch": run.feed.epoch(state.step),
+        "epoch": None if (epoch := run.feed.epoch(state.step)) is None else float(epoch),
         "loss": loss,
         "lr": lr,
         "grad_norm": output.norm.read()[0],
@@ -74,6 +74,21 @@ def log_step(run: BuiltRun, lr: float, output: StepOutput) -> dict[str, Any] | N
     state.recent_losses.append((state.step, loss))
     run.reporter.step(state.step, values)
     return values
+
+
+def log_epoch(run: BuiltRun) -> None:
+    """Shows and logs the mean loss of an epoch that ends with this step, if one does; every rank must call it."""
+    step = run.state.step
+    epoch = run.parts_read(step)
+    if step == run.length.num_steps and epoch == run.parts_read(step - 1):
+        epoch = run.parts_read(step + 1)  # its last rows do not fill a step
+    if epoch == run.parts_read(step - 1):
+        return
+    loss, targets = run.epoch_totals()
+    run.state.epoch_sums.zero_()
+    mean = loss / max(1.0, targets)
+    run.reporter.log({"step": step, "epoch": float(epoch), "epoch_loss": mean})
+    run.reporter.say(f"step {step}: epoch {epoch} ends, mean loss {mean:.4f} over {targets:,.0f} targets")
 
 
 def look_at_profile(run: BuiltRun) -> None:

@@ -284,6 +284,8 @@ def assert_same_path(one: Result, other: Result, tolerance: float, *, weights: f
         assert len(left) == len(right) > 0
         worst = np.abs(left - right) / np.abs(left)
         assert worst.max() <= tolerance, f"{key} differs by {worst.max():.2e} at step {worst.argmax() + 1}"
+    epochs, others = ([line["epoch_loss"] for line in run.metrics if "epoch_loss" in line] for run in (one, other))
+    np.testing.assert_allclose(epochs, others, rtol=tolerance, atol=0)
     assert one.series("lr").tolist() == other.series("lr").tolist()
     assert one.series("tokens").tolist() == other.series("tokens").tolist()
     assert weight_difference(one, other) <= (tolerance if weights is None else weights)

@@ -289,6 +289,7 @@ def test_metrics_and_facts_of_a_run(launcher: Launcher) -> None:
     assert last["peak_memory_gib"] > 0
     assert last["mfu"] is None
     assert [m["step"] for m in run.metrics if "validation_loss" in m] == [10, 20, 25]
+    assert [(m["step"], m["epoch"]) for m in run.metrics if "epoch_loss" in m] == [(13, 1.0), (25, 2.0)]
     facts = run.facts
     assert facts["launch"]["kind"] == "ddp"
     assert facts["versions"]["torch"]

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from fractions import Fraction
 from functools import partial
 from typing import Any, Protocol
 
@@ -51,7 +52,7 @@ class Feed(Protocol):
     def step(self, step: int) -> Window:
         """Returns what this rank computes in a step."""
 
-    def epoch(self, step: int) -> float | None:
+    def epoch(self, step: int) -> Fraction | None:
         """Epochs that all ranks have read before a step; None where nobody knows how many rows an epoch has."""
 
     def state_dict(self, step: int) -> dict[str, Any]:
@@ -96,9 +97,9 @@ class TokenFileFeed:
             checksum=sum(map(row_checksum, micro_batches)),
         )
 
-    def epoch(self, step: int) -> float:
+    def epoch(self, step: int) -> Fraction:
         """Epochs that all ranks have read before a step."""
-        return self._position(step) / max(1, self.order.epoch_rows)
+        return Fraction(self._position(step), max(1, self.order.epoch_rows))
 
     def state_dict(self, step: int) -> dict[str, Any]:
         """The first position that a step reads."""
