@@ -64,7 +64,7 @@ def write_state(
 ) -> None:
     """Writes what `read_state` gave into a freshly prepared model and optimiser, on any backend and number of ranks.
 
-    All ranks call it. Nothing is gathered: of each tensor a rank copies its own part. Other arguments: see `read_state`.
+    All ranks call it. Nothing is gathered: of each tensor a rank copies its own part. Others: see `read_state`.
 
     Args:
         optimizer: It stays as it is if `keys` has no state at all.
