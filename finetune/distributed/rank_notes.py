@@ -82,8 +82,8 @@ class RankNotes:
 
     def read_failure(self) -> FinetuneError | LostRankError | None:
         """Returns the error of another rank that has failed: its own if that is one of a user; None without any."""
-        note = json.loads(self._failures.get("first")) if self._failures.check(["first"]) else {"rank": self.rank}
-        if note["rank"] == self.rank:
+        note: dict[str, Any] = json.loads(self._failures.get("first")) if self._failures.check(["first"]) else {}
+        if not note or note["rank"] == self.rank:
             return None
         kind: type[FinetuneError] | None = getattr(errors, note["error"], None)
         return LostRankError(f"{note['place']} has failed: {note['text']}") if kind is None else kind(note["text"])

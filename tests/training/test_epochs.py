@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from harness import read_lines
 from inside import Done, mlp, run_here, stop_after
 
 from finetune.config.recipe import validate_recipe
-from finetune.utils.atomic_files import read_lines
 from finetune.utils.errors import RecipeError
 
 # 200 points, 48 a step in 3 micro-batches: epochs end at steps 5, 9 and, as 12 steps are all that 600 points fill, 12.
