@@ -15,8 +15,8 @@ from finetune.checkpoint.run_directory import RunDirectory
 from finetune.checkpoint.tensor_files import TensorReader
 from finetune.config.recipe_schema import Recipe
 from finetune.distributed.backend import Backend
-from finetune.monitoring.metrics import warn
 from finetune.utils.errors import CheckpointError, RecipeError
+from finetune.utils.quoting import to_stderr
 
 
 class _FoundElsewhere(CheckpointError):
@@ -248,7 +248,7 @@ def choose_resume_point(
         # Whole, though the run ended before it was sealed.
         directory.on_main(backend, lambda: directory.checkpoints.seal(own.name))
         if backend.is_main:
-            warn(f"{own.address} is whole, though the run ended before it got its name. It is {name} now.")
+            to_stderr(f"{own.address} is whole, though the run ended before it got its name. It is {name} now.")
         found = replace(own, name=name)
     return replace(
         found,
@@ -282,7 +282,7 @@ def find_newest(store: CheckpointStore, backend: Backend, *, unsealed: bool = Fa
         except _FoundElsewhere:
             continue
         except CheckpointError as error:
-            warn(f"Checkpoint refused: {error}. Trying an older one.")
+            to_stderr(f"Checkpoint refused: {error}. Trying an older one.")
     raise CheckpointError(
         f"No checkpoint below {store.address()} is whole, as said above. Restore one from a copy, or choose another "
         "output.dir; output.overwrite=true starts from the beginning."

@@ -22,7 +22,6 @@ from finetune.config.recipe import dump_recipe
 from finetune.config.recipe_schema import Recipe
 from finetune.distributed.backend import Backend
 from finetune.distributed.rendezvous_names import attempt_number
-from finetune.monitoring.metrics import warn
 from finetune.utils import atomic_files, json_files
 from finetune.utils.compat.library_versions import PROVEN, installed
 from finetune.utils.errors import CheckpointError, RecipeError
@@ -160,7 +159,7 @@ class RunDirectory:
                 "Nothing more can be saved. Give each run an output.dir of its own, and start this one again."
             )
         if missing and backend.is_main:
-            warn(
+            to_stderr(
                 f"output.dir: {self.path} has lost {', '.join(missing)} while this run was under way: somebody has "
                 "deleted them. They are made again, and the run goes on; checkpoints that were there are lost."
             )
@@ -322,7 +321,7 @@ class RunDirectory:
                     reached = {"to_step": last["step"], "last_logged": last.get("time"), "ended": ended}
                     starts = [*starts[:-1], {**starts[-1], **reached}]
                 if (moved := atomic_files.set_damaged_lines_aside(file, lines)) is not None:
-                    warn(f"{moved}. The run is resumed without them: what they said is missing from reports.")
+                    to_stderr(f"{moved}. The run is resumed without them: what they said is missing from reports.")
                 atomic_files.rewrite_lines(file, [line for line in lines.whole if line["step"] <= step])
         return starts
 

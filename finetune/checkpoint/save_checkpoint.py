@@ -27,11 +27,12 @@ from finetune.checkpoint.run_directory import RunDirectory
 from finetune.checkpoint.snapshot import Snapshot
 from finetune.config.recipe_schema import CheckpointSection, ranking
 from finetune.distributed.backend import Backend
-from finetune.monitoring.metrics import Reporter, warn
+from finetune.monitoring.metrics import Reporter
 from finetune.monitoring.step_all_reduce import StepSync
 from finetune.utils import json_files
 from finetune.utils.atomic_files import Journal, json_text
 from finetune.utils.errors import CheckpointError
+from finetune.utils.quoting import to_stderr
 from finetune.utils.temporary_folders import temporary_folder
 
 _INDEX = "model.safetensors.index.json"
@@ -198,7 +199,7 @@ class CheckpointWriter:
             prune_checkpoints(store, keep=keep, best_by=best_by, broken=self.broken)
         except OSError as error:
             # The new checkpoint is whole; that an old one could not be deleted is no reason to say otherwise.
-            warn(f"An old checkpoint cannot be deleted: {error}")
+            to_stderr(f"An old checkpoint cannot be deleted: {error}")
 
     def _give_up(self) -> str:
         """Deletes what is half written; returns why a rank failed, in the same words on every rank."""
@@ -206,7 +207,7 @@ class CheckpointWriter:
             # Before the ranks agree on the reason: after that, another may have begun to write the next one.
             self._store.delete_remains()
         if self._error is not None and self._error.errno in (None, errno.EDOM):
-            warn(f"rank {self._backend.rank}: {self._error}")
+            to_stderr(f"rank {self._backend.rank}: {self._error}")
         # The system's number for the error is what travels.
         number = (self._error.errno or errno.EIO) if self._error is not None else 0
         worst = int(self._backend.all_reduce_max(torch.tensor([float(number)], device=self._backend.device)).item())

@@ -105,7 +105,7 @@ class Reporter:
     def warn(self, text: str) -> None:
         """A line that people must see, on rank 0, also where they asked for errors only."""
         if self._main:
-            warn(text)
+            to_stderr(text)
 
     def warn_unwritten(self, text: str) -> None:
         """As `warn`, of what cannot be written, with an alert."""
@@ -121,11 +121,6 @@ class Reporter:
         """A line for people, on rank 0."""
         self.console.print(text)
         sys.stderr.flush()
-
-
-def warn(text: str) -> None:
-    """A line that people must see, on whatever rank."""
-    to_stderr(text)
 
 
 class PhaseTimer:

@@ -27,7 +27,6 @@ from finetune.config.recipe_schema import GuardSection
 from finetune.distributed.rank_notes import RankNotes
 from finetune.distributed.rendezvous_names import rank_name
 from finetune.monitoring.alerts import send_alert
-from finetune.monitoring.metrics import warn
 from finetune.monitoring.rank_progress import (
     CALLER,
     OUTSIDE,
@@ -45,6 +44,7 @@ from finetune.utils.bounded_work import ends_within
 from finetune.utils.compat import torch_private
 from finetune.utils.errors import FinetuneError
 from finetune.utils.exit_codes import FAILED, USER_ERROR, print_error, say_failure
+from finetune.utils.quoting import to_stderr
 
 STALLS = "stalls"
 """Folder of a run directory with the stacks of ranks that came no further."""
@@ -247,10 +247,10 @@ class RankWatch:
             self._named = found
             if suspect != named:
                 text = straggler_line(found, ranks[found.rank]["place"])
-                warn(f"after step {ranks[found.rank]['step']}: {text}")
+                to_stderr(f"after step {ranks[found.rank]['step']}: {text}")
                 send_alert(self._guard, "straggler", text, self._facts())
         elif suspect is None and before is None and self._named is not None:
-            warn(f"after step {ranks[0]['step']}: {ranks[self._named.rank]['place']} is no longer behind")
+            to_stderr(f"after step {ranks[0]['step']}: {ranks[self._named.rank]['place']} is no longer behind")
             self._named = None
 
     def _end_with(self, failure: Exception) -> None:

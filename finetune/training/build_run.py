@@ -45,7 +45,7 @@ from finetune.models.forward_wrapper import ForwardWrapper, unwrap
 from finetune.models.pretrained_files import Weights, files_beside
 from finetune.models.prompts import prompt_tokens
 from finetune.monitoring.flops import flops_per_target
-from finetune.monitoring.metrics import PhaseTimer, Reporter, warn
+from finetune.monitoring.metrics import PhaseTimer, Reporter
 from finetune.monitoring.nonfinite import NonFiniteGuard
 from finetune.monitoring.out_of_memory import explain_out_of_memory
 from finetune.monitoring.rank_progress import START
@@ -69,6 +69,7 @@ from finetune.utils.atomic_files import digest_of
 from finetune.utils.compat import torch_private
 from finetune.utils.compat.accelerate_private import unsplit_classes
 from finetune.utils.compat.library_versions import untested_versions
+from finetune.utils.quoting import to_stderr
 
 # How long ranks wait for rank 0 to read the base's files or to count the network, and for those that start later.
 _PATIENCE = timedelta(hours=2)
@@ -145,7 +146,7 @@ def build_run(recipe: Recipe, *, quiet: bool = False) -> BuiltRun:
         FinetuneError: With what is wrong; nothing has been overwritten then.
     """
     if os.environ.get("RANK", "0") == "0" and (text := untested_versions()):
-        warn(text)
+        to_stderr(text)
     launch = read_launch()
     check_recipe(recipe, launch)
     rendezvous_store.check_machines(recipe.model_dump(mode="json"), _PATIENCE)

@@ -20,7 +20,6 @@ from finetune.distributed import device_selection, rendezvous_store
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.rank_notes import RankNotes
 from finetune.distributed.resolve_config import micro_rows
-from finetune.monitoring.metrics import warn
 from finetune.planning.planner import largest_micro_size
 from finetune.utils import json_files
 from finetune.utils.atomic_files import digest_of, write_json
@@ -113,7 +112,7 @@ def resolve_micro_size(
             kept.parent.mkdir(parents=True, exist_ok=True)
             write_json(kept, found)
         except OSError as error:
-            warn(f"batch.micro_size: what was found is not kept for the next run: {kept}: {error.strerror}.")
+            to_stderr(f"batch.micro_size: what was found is not kept for the next run: {kept}: {error.strerror}.")
     return _choose(recipe, {**found, "known": False}, f"{len(tried)} trial" + ("s" if len(tried) > 1 else ""))
 
 

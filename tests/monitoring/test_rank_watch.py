@@ -100,7 +100,7 @@ class Ranks:
         monkeypatch.setattr(
             rank_watch, "send_alert", lambda guard, event, text, facts: self.alerts.append((event, text))
         )
-        monkeypatch.setattr(rank_watch, "warn", self.lines.append)
+        monkeypatch.setattr(rank_watch, "to_stderr", self.lines.append)
         self.watches = [
             RankWatch(GuardSection(**guard), folder, rank=rank, world_size=number) for rank in range(number)
         ]
