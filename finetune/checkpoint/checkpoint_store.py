@@ -1,8 +1,8 @@
-"""Stores of checkpoints: where a run's are listed, read, written and deleted. The local directory is the first one.
+"""The store of a run's checkpoints: where they are listed, read, written and deleted.
 
 A checkpoint is files by their paths, under a name. It is whole once its manifest is put and it is sealed, else absent.
-Whoever uses a store needs no path, no rename and no lock of files, so that object storage can be one: a key for each
-file, and the manifest's key put last. No torch here.
+Whoever uses the store needs no path, no rename and no lock of files, so that object storage can be another one: a key
+for each file, and the manifest's key put last. No torch here.
 """
 
 import fcntl
@@ -12,9 +12,8 @@ import re
 import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Protocol
 
 from finetune.utils.atomic_files import NO_LOCKS, remove_path, sync_to_disk
 from finetune.utils.errors import CheckpointError
@@ -25,68 +24,6 @@ UNSEALED = ".staging"
 _DOOMED = ".doomed"
 _NAME = re.compile(r"step-(\d{8,})")
 _KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFDIR: FOLDER, stat.S_IFLNK: "a symbolic link"}
-
-
-class CheckpointStore(Protocol):
-    """Checkpoints of one run. What a store cannot do raises an `OSError`; of a missing file, `FileNotFoundError`."""
-
-    def address(self, name: str = "", file: str = "", *, absolute: bool = False) -> str:
-        """Returns the path or URL of the store, a checkpoint or a file, for people."""
-
-    def list_names(self) -> list[str]:
-        """Returns the names of sealed checkpoints, newest first; what is in them may be damaged. Empty without any."""
-
-    def list_unsealed(self) -> list[str]:
-        """Returns the names, which end in `UNSEALED`, of what is being written, or was when its writer ended."""
-
-    def list_files(self, name: str) -> dict[str, int | str]:
-        """Returns the size in bytes of each file, by its path in the checkpoint; in words what is no plain file."""
-
-    def open_file(self, name: str, file: str) -> io.BufferedIOBase:
-        """Opens a file to read ranges of it."""
-
-    def create_file(self, name: str, file: str) -> io.BufferedIOBase:
-        """Begins a file of an unsealed checkpoint, written from its begin to its end; once closed, it is durable."""
-
-    def delete_file(self, name: str, file: str) -> None:
-        """Deletes a file of an unsealed checkpoint."""
-
-    def seal(self, name: str) -> None:
-        """Makes an unsealed checkpoint, whose manifest was written last, appear under its `sealed_name`.
-
-        A damaged one of that name gives way. Where the manifest's being there seals a checkpoint, this does nothing.
-        """
-
-    def hold(self, name: str) -> AbstractContextManager[None]:
-        """Keeps `delete`, in whatever process, from deleting a checkpoint while it is read, if the store can.
-
-        Raises:
-            CheckpointError: If it is gone.
-        """
-
-    def delete(self, name: str) -> None:
-        """Deletes a checkpoint, unless somebody holds it: then it stays."""
-
-    def delete_remains(self) -> None:
-        """Deletes what is half written or half deleted; nobody may be at work."""
-
-    def written_at(self, name: str) -> float:
-        """Returns when a checkpoint's manifest was written, in seconds since 1970."""
-
-    def local_folder(self, name: str) -> Path:
-        """Returns a folder of this machine that holds the checkpoint's files."""
-
-
-def open_store(run: Path) -> CheckpointStore:
-    """Returns the store of a run's checkpoints."""
-    return LocalCheckpointStore(run / "checkpoints")
-
-
-def find_checkpoint(place: Path) -> tuple[CheckpointStore, str | None]:
-    """Returns a checkpoint's store and name; of any other place the store that it has as a run, and None."""
-    if (place / MANIFEST).is_file():
-        return LocalCheckpointStore(place.parent), place.name
-    return open_store(place), None
 
 
 def name_of(step: int) -> str:
@@ -118,16 +55,21 @@ def file_errors(address: str, *, missing: str) -> Iterator[None]:
         raise CheckpointError(f"{address} cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 
-class LocalCheckpointStore:
-    """A folder for each checkpoint. Unsealed ones are staging folders, which `seal` renames."""
+class CheckpointStore:
+    """Checkpoints of one run, a folder for each. Unsealed ones are staging folders, which `seal` renames.
+
+    What it cannot do raises an `OSError`; of a missing file, `FileNotFoundError`.
+    """
 
     def __init__(self, root: Path) -> None:
         self._root = root
 
     def address(self, name: str = "", file: str = "", *, absolute: bool = False) -> str:
+        """Returns the path or URL of the store, a checkpoint or a file, for people."""
         return str((self._root.resolve() if absolute else self._root) / name / file)
 
     def list_names(self) -> list[str]:
+        """Returns the names of sealed checkpoints, newest first; what is in them may be damaged. Empty without any."""
         try:
             found = [path.name for path in self._root.iterdir() if step_of(path.name) is not None]
         except OSError:
@@ -135,9 +77,11 @@ class LocalCheckpointStore:
         return sorted(found, key=lambda name: step_of(name) or 0, reverse=True)
 
     def list_unsealed(self) -> list[str]:
+        """Returns the names, which end in `UNSEALED`, of what is being written, or was when its writer ended."""
         return [path.name for path in self._root.glob(f"step-*{UNSEALED}")]
 
     def list_files(self, name: str) -> dict[str, int | str]:
+        """Returns the size in bytes of each file, by its path in the checkpoint; in words what is no plain file."""
         found: dict[str, int | str] = {}
         for place, folders, files in os.walk(self._root / name):
             for path in (Path(place, entry) for entry in (*folders, *files)):
@@ -149,6 +93,7 @@ class LocalCheckpointStore:
         return found
 
     def open_file(self, name: str, file: str) -> io.BufferedIOBase:
+        """Opens a file to read ranges of it."""
         return os.fdopen(self._open_plain(name, file, os.O_RDONLY), "rb")
 
     def _open_plain(self, name: str, file: str, how: int) -> int:
@@ -162,6 +107,7 @@ class LocalCheckpointStore:
         return os.open(path, how)
 
     def create_file(self, name: str, file: str) -> io.BufferedIOBase:
+        """Begins a file of an unsealed checkpoint, written from its begin to its end; once closed, it is durable."""
         path = self._root / name / file
         # Not its parents: below a mount that has vanished, that would fill the wrong disk.
         (self._root / name).mkdir(exist_ok=True)
@@ -169,9 +115,14 @@ class LocalCheckpointStore:
         return _SyncedFile(io.FileIO(path, "w"))
 
     def delete_file(self, name: str, file: str) -> None:
+        """Deletes a file of an unsealed checkpoint."""
         (self._root / name / file).unlink()
 
     def seal(self, name: str) -> None:
+        """Makes an unsealed checkpoint, whose manifest was written last, appear under its `sealed_name`.
+
+        A damaged one of that name gives way.
+        """
         folder, target = self._root / name, self._root / sealed_name(name)
         for place, _, _ in os.walk(folder):
             sync_to_disk(Path(place))
@@ -184,6 +135,11 @@ class LocalCheckpointStore:
 
     @contextmanager
     def hold(self, name: str) -> Iterator[None]:
+        """Keeps `delete`, in whatever process, from deleting a checkpoint while it is read, if the store can.
+
+        Raises:
+            CheckpointError: If it is gone.
+        """
         folder = self._root / name
         with file_errors(self.address(name, MANIFEST), missing=f"{folder} has no {MANIFEST}, so it was never finished"):
             handle = self._open_plain(name, MANIFEST, os.O_RDONLY)
@@ -199,6 +155,7 @@ class LocalCheckpointStore:
             os.close(handle)
 
     def delete(self, name: str) -> None:
+        """Deletes a checkpoint, unless somebody holds it: then it stays."""
         folder = self._root / name
         doomed = folder.with_name(name + _DOOMED)
         # Open for writing: over NFS, only such files can be locked against others.
@@ -214,15 +171,18 @@ class LocalCheckpointStore:
         shutil.rmtree(doomed)
 
     def delete_remains(self) -> None:
+        """Deletes what is half written or half deleted; nobody may be at work."""
         for path in self._root.glob("step-*"):
             if path.suffix in (UNSEALED, _DOOMED):
                 with suppress(OSError):
                     remove_path(path)
 
     def written_at(self, name: str) -> float:
+        """Returns when a checkpoint's manifest was written, in seconds since 1970."""
         return (self._root / name / MANIFEST).stat().st_mtime
 
     def local_folder(self, name: str) -> Path:
+        """Returns a folder of this machine that holds the checkpoint's files."""
         return self._root / name
 
 
@@ -245,3 +205,15 @@ def _lock(handle: int, how: int) -> None:
     except OSError as error:
         if error.errno not in NO_LOCKS:
             raise
+
+
+def open_store(run: Path) -> CheckpointStore:
+    """Returns the store of a run's checkpoints."""
+    return CheckpointStore(run / "checkpoints")
+
+
+def find_checkpoint(place: Path) -> tuple[CheckpointStore, str | None]:
+    """Returns a checkpoint's store and name; of any other place the store that it has as a run, and None."""
+    if (place / MANIFEST).is_file():
+        return CheckpointStore(place.parent), place.name
+    return open_store(place), None

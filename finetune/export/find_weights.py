@@ -120,7 +120,7 @@ def locate(place: Path, step: int | None) -> tuple[Path, CheckpointStore, str | 
     if _is_checkpoint(place):
         if step is not None and step != step_of(place.resolve().name):
             raise CheckpointError(f"{place} is one checkpoint, and not that of step {step}. Leave --step out.")
-        folder, store = place.resolve(), checkpoint_store.LocalCheckpointStore(place.resolve().parent)
+        folder, store = place.resolve(), checkpoint_store.CheckpointStore(place.resolve().parent)
         run = folder.parent.parent
         _check_links(run)
         if not (run / "recipe.yaml").is_file():

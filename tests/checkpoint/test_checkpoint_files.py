@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from inside import OneRank, copy, forge, forge_state, mlp, run_here
 
 from finetune.checkpoint import resume_point
-from finetune.checkpoint.checkpoint_store import LocalCheckpointStore
+from finetune.checkpoint.checkpoint_store import CheckpointStore
 from finetune.utils.errors import CheckpointError
 
 # A reader that opens a pipe would wait for ever.
@@ -39,13 +39,13 @@ def root(pristine: Path, tmp_path: Path) -> Path:
 def refusal(folder: Path) -> str:
     """Why a checkpoint is refused."""
     with pytest.raises(CheckpointError) as caught:
-        resume_point.verify_on_all_ranks(LocalCheckpointStore(folder.parent), folder.name, OneRank())  # type: ignore[arg-type]
+        resume_point.verify_on_all_ranks(CheckpointStore(folder.parent), folder.name, OneRank())  # type: ignore[arg-type]
     return str(caught.value)
 
 
 def found(root: Path) -> Path:
     """The checkpoint that a run resumes from."""
-    got = resume_point.find_newest(LocalCheckpointStore(root), OneRank())  # type: ignore[arg-type]
+    got = resume_point.find_newest(CheckpointStore(root), OneRank())  # type: ignore[arg-type]
     assert got is not None
     got.held.close()
     return Path(got.address)
@@ -249,11 +249,11 @@ def test_none_is_whole(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_there_is_none(tmp_path: Path) -> None:
-    nowhere = LocalCheckpointStore(tmp_path / "nowhere")
+    nowhere = CheckpointStore(tmp_path / "nowhere")
     assert resume_point.find_newest(nowhere, OneRank()) is None  # type: ignore[arg-type]
     (tmp_path / "step-12").mkdir()
     (tmp_path / "step-00000012.staging").mkdir()
-    assert resume_point.find_newest(LocalCheckpointStore(tmp_path), OneRank()) is None  # type: ignore[arg-type]
+    assert resume_point.find_newest(CheckpointStore(tmp_path), OneRank()) is None  # type: ignore[arg-type]
 
 
 def test_what_a_file_system_leaves_is_no_damage(root: Path) -> None:
@@ -271,7 +271,7 @@ def test_half_written_and_half_deleted_ones_are_no_checkpoints_and_go(root: Path
     (root / "step-00000026.staging").write_text("a file")
     (root / "notes.txt").write_text("mine")
     assert found(root) == whole
-    LocalCheckpointStore(root).delete_remains()
+    CheckpointStore(root).delete_remains()
     left = sorted(path.name for path in root.iterdir())
     assert left == ["notes.txt", "step-00000010", "step-00000015", "step-00000020", "step-00000021.broken"]
 

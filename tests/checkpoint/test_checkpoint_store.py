@@ -21,8 +21,7 @@ ALL = {"every_steps": 5, "keep": 9}
 def memory(monkeypatch: pytest.MonkeyPatch) -> MemoryCheckpointStore:
     """The store of whatever run follows."""
     made = MemoryCheckpointStore()
-    checked: CheckpointStore = made
-    monkeypatch.setattr(checkpoint_store, "LocalCheckpointStore", lambda root: checked)
+    monkeypatch.setattr(checkpoint_store, "CheckpointStore", lambda root: made)
     return made
 
 
@@ -67,7 +66,7 @@ def checkpoint_store_of(run: Done) -> CheckpointStore:
     return _Local(run.directory / "checkpoints")
 
 
-_Local = checkpoint_store.LocalCheckpointStore
+_Local = checkpoint_store.CheckpointStore
 
 
 def test_what_is_damaged_is_refused_and_replaced(tmp_path: Path, memory: MemoryCheckpointStore) -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from inside import OneRank, mlp, run_here, stop_after
 
 from finetune.checkpoint import integrity, resume_point
-from finetune.checkpoint.checkpoint_store import UNSEALED, LocalCheckpointStore, name_of, step_of
+from finetune.checkpoint.checkpoint_store import UNSEALED, CheckpointStore, name_of, step_of
 from finetune.checkpoint.save_checkpoint import prune_checkpoints
 from finetune.utils.errors import CheckpointError
 
@@ -25,7 +25,7 @@ from finetune.utils.errors import CheckpointError
 def make(root: Path, step: int, loss: float | None = None) -> Path:
     """A small whole checkpoint."""
     root.mkdir(exist_ok=True)
-    store, name = LocalCheckpointStore(root), name_of(step) + UNSEALED
+    store, name = CheckpointStore(root), name_of(step) + UNSEALED
     state = {key: kind() for key, kind in integrity._STATE_SHAPE.items()} | {
         "step": step,
         "tensors": {},
@@ -38,7 +38,7 @@ def make(root: Path, step: int, loss: float | None = None) -> Path:
 
 
 def left(root: Path) -> list[int]:
-    return [step_of(name) or 0 for name in LocalCheckpointStore(root).list_names()]
+    return [step_of(name) or 0 for name in CheckpointStore(root).list_names()]
 
 
 @settings(max_examples=60)
@@ -53,7 +53,7 @@ def test_the_newest_and_the_best_stay(
     root = tmp_path_factory.mktemp("rotation")
     for number, loss in enumerate(losses, start=1):
         make(root, number, loss)
-    prune_checkpoints(LocalCheckpointStore(root), keep=keep, best_by=best_by)
+    prune_checkpoints(CheckpointStore(root), keep=keep, best_by=best_by)
     numbers = range(1, len(losses) + 1)
     staying = set(numbers[-keep:])
     scored = {n: loss for n, loss in zip(numbers, losses, strict=True) if loss is not None and not math.isnan(loss)}
@@ -71,17 +71,17 @@ def test_one_that_is_cut_short_neither_counts_nor_goes(tmp_path: Path) -> None:
         make(tmp_path, step, 5.0 - step)
     (tmp_path / "step-00000004" / "manifest.json").unlink()
     os.truncate(tmp_path / "step-00000003" / "state.json", 5)
-    prune_checkpoints(LocalCheckpointStore(tmp_path), keep=1, best_by="validation_loss")
+    prune_checkpoints(CheckpointStore(tmp_path), keep=1, best_by="validation_loss")
     assert left(tmp_path) == [4, 3, 2]
-    assert integrity.newest_address(LocalCheckpointStore(tmp_path)) == f"{tmp_path}/step-00000002"
+    assert integrity.newest_address(CheckpointStore(tmp_path)) == f"{tmp_path}/step-00000002"
 
 
 def test_one_that_was_found_damaged_neither_counts_nor_goes(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         make(tmp_path, step, 5.0 - step)
-    prune_checkpoints(LocalCheckpointStore(tmp_path), keep=1, best_by="validation_loss", broken={"step-00000003"})
+    prune_checkpoints(CheckpointStore(tmp_path), keep=1, best_by="validation_loss", broken={"step-00000003"})
     assert left(tmp_path) == [3, 2]
-    store = LocalCheckpointStore(tmp_path)
+    store = CheckpointStore(tmp_path)
     assert integrity.newest_address(store, {"step-00000003"}) == f"{tmp_path}/step-00000002"
 
 
@@ -109,9 +109,9 @@ def test_a_run_that_went_back_keeps_what_it_saves(tmp_path: Path, every: int) ->
 READER = """
 import sys
 from pathlib import Path
-from finetune.checkpoint.checkpoint_store import LocalCheckpointStore
+from finetune.checkpoint.checkpoint_store import CheckpointStore
 place = Path(sys.argv[1])
-with LocalCheckpointStore(place.parent).hold(place.name):
+with CheckpointStore(place.parent).hold(place.name):
     print("reading", flush=True)
     sys.stdin.read()
 """
@@ -126,24 +126,24 @@ def test_one_that_another_process_reads_stays(tmp_path: Path) -> None:
     with subprocess.Popen(words, cwd=ROOT, env=environment(), **pipes) as reader:
         try:
             assert reader.stdout.readline() == "reading\n"
-            prune_checkpoints(LocalCheckpointStore(tmp_path), keep=1, best_by=None)
+            prune_checkpoints(CheckpointStore(tmp_path), keep=1, best_by=None)
             assert left(tmp_path) == [3, 1]
             reader.communicate(timeout=WAIT_S)
         finally:
             reader.kill()
-    prune_checkpoints(LocalCheckpointStore(tmp_path), keep=1, best_by=None)
+    prune_checkpoints(CheckpointStore(tmp_path), keep=1, best_by=None)
     assert left(tmp_path) == [3]
 
 
 def test_it_is_held_from_the_first_look_until_it_is_restored(tmp_path: Path) -> None:
     for step in (1, 2):
         make(tmp_path, step)
-    store = LocalCheckpointStore(tmp_path)
+    store = CheckpointStore(tmp_path)
     got = resume_point.verify_on_all_ranks(store, "step-00000001", OneRank())  # type: ignore[arg-type]
-    prune_checkpoints(LocalCheckpointStore(tmp_path), keep=1, best_by=None)
+    prune_checkpoints(CheckpointStore(tmp_path), keep=1, best_by=None)
     assert left(tmp_path) == [2, 1]
     got.held.close()
-    prune_checkpoints(LocalCheckpointStore(tmp_path), keep=1, best_by=None)
+    prune_checkpoints(CheckpointStore(tmp_path), keep=1, best_by=None)
     assert left(tmp_path) == [2]
 
 
@@ -154,8 +154,8 @@ def test_one_that_is_refused_is_let_go(tmp_path: Path) -> None:
     content = file.read_bytes()
     file.write_bytes(content.replace(b"0", b"1"))
     with pytest.raises(CheckpointError, match=r"state.json was changed"):
-        resume_point.verify_on_all_ranks(LocalCheckpointStore(tmp_path), "step-00000001", OneRank())  # type: ignore[arg-type]
-    prune_checkpoints(LocalCheckpointStore(tmp_path), keep=1, best_by=None)
+        resume_point.verify_on_all_ranks(CheckpointStore(tmp_path), "step-00000001", OneRank())  # type: ignore[arg-type]
+    prune_checkpoints(CheckpointStore(tmp_path), keep=1, best_by=None)
     assert left(tmp_path) == [2]
 
 
@@ -167,13 +167,13 @@ def test_a_reader_that_comes_too_late_is_told(tmp_path: Path, monkeypatch: pytes
 
     def late(handle: Any, how: int) -> None:
         monkeypatch.setattr(fcntl, "flock", flock)
-        prune_checkpoints(LocalCheckpointStore(tmp_path), keep=1, best_by=None)
+        prune_checkpoints(CheckpointStore(tmp_path), keep=1, best_by=None)
         flock(handle, how)
 
     monkeypatch.setattr(fcntl, "flock", late)
     with (
         pytest.raises(CheckpointError, match="step-00000001 was deleted meanwhile"),
-        LocalCheckpointStore(tmp_path).hold("step-00000001"),
+        CheckpointStore(tmp_path).hold("step-00000001"),
     ):
         pass
 

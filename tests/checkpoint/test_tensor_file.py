@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from finetune.checkpoint.checkpoint_store import LocalCheckpointStore
+from finetune.checkpoint.checkpoint_store import CheckpointStore
 from finetune.checkpoint.integrity import NewFile
 from finetune.checkpoint.tensor_files import _DTYPES, TensorFile, TensorReader, file_order
 from finetune.utils.atomic_files import file_digest
@@ -32,7 +32,7 @@ def filled(specs: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def written(folder: Path, specs: dict[str, Any], tensors: dict[str, torch.Tensor]) -> tuple[bytes, Any]:
-    file = TensorFile(NewFile(LocalCheckpointStore(folder), "step-00000001.staging", "model/ours"), specs)
+    file = TensorFile(NewFile(CheckpointStore(folder), "step-00000001.staging", "model/ours"), specs)
     for name in sorted(specs, key=lambda name: file_order(specs[name][0], name)):
         file.append(tensors[name].reshape(-1))
     described = file.close()
@@ -92,6 +92,6 @@ def test_a_full_disk_is_an_error_of_the_system(tmp_path: Path) -> None:
         pytest.skip("needs /dev/full")
     (tmp_path / "step-00000001.staging").mkdir()
     (tmp_path / "step-00000001.staging" / "full").symlink_to("/dev/full")
-    file = NewFile(LocalCheckpointStore(tmp_path), "step-00000001.staging", "full")
+    file = NewFile(CheckpointStore(tmp_path), "step-00000001.staging", "full")
     with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
         file.write(bytes(1 << 20))
