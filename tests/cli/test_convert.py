@@ -292,7 +292,7 @@ def test_what_is_not_known_is_listed(tmp_path: Path) -> None:
         ({**AXOLOTL, "rl": "kto"}, "rl is kto, and preferences"),
         ({**AXOLOTL, "adapter": "llama-adapter"}, "adapter is llama-adapter"),
         ({**AXOLOTL, "datasets": [{"path": "a", "type": "oasst"}]}, "datasets.0: data of type oasst is not read"),
-        ({**AXOLOTL, "micro_batch_size": "two"}, "batch.micro_size: give a whole number above 0"),
+        ({**AXOLOTL, "micro_batch_size": "two"}, 'batch.micro_size: got "two"; allowed are a whole number above 0'),
         ({**TRL, "use_peft": False}, "quantized weights (nf4) cannot be trained"),
         ({"learning_rate": 1, "output_dir": "x", "max_steps": 3}, "TRL or Axolotl or LLaMA-Factory"),
         ({"one": 1}, "Say which by --from"),
