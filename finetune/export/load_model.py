@@ -138,7 +138,8 @@ def load_model(
     if step is not None:
         raise CheckpointError(f"--step is for run directories, and {name} is none (it has no recipe.yaml).")
     dtype = torch.float32 if exact else "auto"
-    try:
+    causes = (OSError, ValueError, RecursionError, StrictDataclassError)
+    with CheckpointError.explaining(f"{name} cannot be opened", "", *causes):
         pretrained_files.refuse_adapter(place)
         if (place / "adapter_config.json").is_file():
             return _load_adapter(place, base, dtype, trust_remote_code)
@@ -156,10 +157,6 @@ def load_model(
         model, lines = _load_plain(name, task, config, dtype=dtype, trust_remote_code=trust_remote_code)
         home = place if place.is_dir() else None
         return _ready(LoadedModel(model, task, _tokenizer(name, trust_remote_code), name, None, lines=lines, home=home))
-    except (OSError, ValueError, RecursionError, StrictDataclassError) as error:
-        if isinstance(error, (CheckpointError, RecipeError)):
-            raise
-        raise CheckpointError(f"{name} cannot be opened: {' '.join(str(error).split())[:400]}") from error
 
 
 def _load_run(place: Path, step: int | None, base: str | None, trusted: bool) -> LoadedModel:

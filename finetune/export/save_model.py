@@ -78,22 +78,21 @@ def save_model(
     if backend.is_main:
         tensors = ((name, tensor) for name, tensor in gathered if tensor is not None)
         staging = directory.with_name(directory.name + ".staging")
+        advice = "Free space or choose another output.dir."
+        what = f"The trained model cannot be written to {directory}"
         try:
-            remove_path(staging)
-            staging.mkdir()  # not its parents: below a mount that has vanished, that would fill the wrong disk
-            _write(network, tensors, skeleton, staging)
-            if tokenizer is not None:
-                tokenizer.save_pretrained(staging)
-            add_rest(staging)
-            sync_files(staging)
-            remove_path(directory)
-            staging.rename(directory)
+            with CheckpointError.explaining(what, advice, OSError, SafetensorError):
+                remove_path(staging)
+                staging.mkdir()  # not its parents: below a mount that has vanished, that would fill the wrong disk
+                _write(network, tensors, skeleton, staging)
+                if tokenizer is not None:
+                    tokenizer.save_pretrained(staging)
+                add_rest(staging)
+                sync_files(staging)
+                remove_path(directory)
+                staging.rename(directory)
         except CheckpointError as error:
-            problem = str(error)  # an OSError too, but it has said what is wrong
-        except (OSError, SafetensorError) as error:
-            problem = (
-                f"The trained model cannot be written to {directory}: {error}. Free space or choose another output.dir."
-            )
+            problem = str(error)
     for _ in gathered:
         pass  # Gathering takes every rank: those that write nothing, and all of them after a failure.
     problem = backend.broadcast_object(problem)

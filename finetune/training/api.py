@@ -156,19 +156,12 @@ class Training:
 
     def __init__(self, run: "BuiltRun") -> None:
         self._run = run
-
-    @property
-    def recipe(self) -> Recipe:
-        return self._run.recipe
-
-    @property
-    def directory(self) -> Path:
-        return self._run.directory.path
-
-    @property
-    def num_steps(self) -> int:
+        self.recipe: Recipe = run.recipe
+        self.directory: Path = run.directory.path
+        self.num_steps: int = run.length.num_steps
         """Steps of the whole run."""
-        return self._run.length.num_steps
+        self.results: dict[str, Any] = run.results
+        """Results so far; `stopped` says why a run ended early."""
 
     @property
     def model(self) -> "nn.Module":
@@ -176,11 +169,6 @@ class Training:
         from finetune.models.forward_wrapper import unwrap
 
         return unwrap(self._run.model)
-
-    @property
-    def results(self) -> dict[str, Any]:
-        """Results so far; `stopped` says why a run ended early."""
-        return self._run.results
 
     def stop(self, reason: str = "stopped by its program") -> None:
         """Asks the run to stop, on all ranks: the step that follows is its last, and a checkpoint is saved."""
@@ -332,12 +320,24 @@ def _write_records(given: Records | Callable[[], Records], cache: Path) -> Path:
         return part.replace(folder / f"{content.hexdigest()[:32]}.jsonl")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Run:
     """A run as its directory shows it, finished or under way."""
 
     history: RunHistory
     """All of it, as `finetune report` reads it."""
+    directory: Path
+    status: Status
+    """`running`, `finished`, `stopped`, `diverged` or `lost`."""
+    results: dict[str, Any]
+    """The final figures; empty until the run ends."""
+    metrics: dict[str, Series]
+    """Figures of training: an array a key of `metrics.jsonl` (`step`, `loss`, `lr`, …), a value a logged step."""
+    evaluations: dict[str, Series]
+    """An array a key (`step`, `validation_loss`, …), a value an evaluation."""
+    samples: tuple[Sample, ...]
+    checkpoints: tuple[SavedCheckpoint, ...]
+    """Those that are there, in the order of steps."""
 
     @classmethod
     def open(cls, directory: str | Path) -> "Run":
@@ -347,45 +347,14 @@ class Run:
             RecipeError: If there is none.
             CheckpointError: If it cannot be read.
         """
-        return cls(read_run(Path(directory)))
-
-    @property
-    def directory(self) -> Path:
-        return self.history.directory
+        history = read_run(Path(directory))
+        figures = (dict(history.facts.get("results", {})), history.training, history.evaluations)
+        return cls(history, history.directory, history.status, *figures, history.samples, history.checkpoints)
 
     @cached_property
     def recipe(self) -> Recipe:
         """The recipe that ran, defaults included."""
         return load_recipe(self.directory / "recipe.yaml")
-
-    @property
-    def status(self) -> Status:
-        """`running`, `finished`, `stopped`, `diverged` or `lost`."""
-        return self.history.status
-
-    @property
-    def results(self) -> dict[str, Any]:
-        """The final figures; empty until the run ends."""
-        return dict(self.history.facts.get("results", {}))
-
-    @property
-    def metrics(self) -> dict[str, Series]:
-        """Figures of training: an array a key of `metrics.jsonl` (`step`, `loss`, `lr`, …), a value a logged step."""
-        return self.history.training
-
-    @property
-    def evaluations(self) -> dict[str, Series]:
-        """An array a key (`step`, `validation_loss`, …), a value an evaluation."""
-        return self.history.evaluations
-
-    @property
-    def samples(self) -> tuple[Sample, ...]:
-        return self.history.samples
-
-    @property
-    def checkpoints(self) -> tuple[SavedCheckpoint, ...]:
-        """Those that are there, in the order of steps."""
-        return self.history.checkpoints
 
     @property
     def exports(self) -> tuple[Path, ...]:

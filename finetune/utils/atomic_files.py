@@ -10,7 +10,7 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -57,16 +57,10 @@ def write_text(path: Path, text: str) -> None:
     sync_to_disk(path.parent)
 
 
-@contextlib.contextmanager
-def explain_unwritable(folder: Path) -> Iterator[None]:
+def explain_unwritable(folder: Path) -> contextlib.AbstractContextManager[None]:
     """Turns an `OSError` of what is written to a folder that a user has named into a `RecipeError`."""
-    try:
-        yield
-    except OSError as error:
-        raise RecipeError(
-            f"Cannot write to {folder}: {error.strerror or error}. Free space and remove what was written there, or "
-            "name another folder."
-        ) from error
+    advice = "Free space and remove what was written there, or name another folder."
+    return RecipeError.explaining(f"Cannot write to {folder}", advice, OSError)
 
 
 def write_json(path: Path, value: Any) -> None:

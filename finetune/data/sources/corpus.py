@@ -215,14 +215,11 @@ def _open_hub(source: Source, fields: Fields) -> Corpus:
     from finetune.utils.compat.datasets_private import fingerprint
 
     name, split = str(source.hub), source.split or "train"
-    try:
+    what = f"data set '{name}' (configuration {source.hub_config or 'default'}, split '{split}')"
+    advice = "Check its name and the network, or download it and give its files as `path`."
+    # The hub client raises errors of several HTTP libraries.
+    with DataError.explaining(f"The {what} cannot be had from the hub", advice, Exception):
         dataset = datasets.load_dataset(name, source.hub_config, revision=source.revision, split=split, streaming=False)
-    except Exception as error:  # The hub client raises errors of several HTTP libraries.
-        raise DataError(
-            f"The data set '{name}' (configuration {source.hub_config or 'default'}, split '{split}') cannot be "
-            f"had from the hub: {reason_of(error)}. Check its name and the network, or download it and give its files "
-            "as `path`."
-        ) from error
     fields = fields._replace(classes=class_names(dataset.features.to_dict(), fields))
     content = {"hub": fingerprint(dataset)}
     return Corpus(source, name, fields, content, lambda _: _read_dataset(dataset, fields, name), (name,))

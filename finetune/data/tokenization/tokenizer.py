@@ -132,11 +132,9 @@ def _check_files(name: str) -> None:
         if found := format_of(file) if file.is_file() else None:
             raise DataError(f"{file} is {found.name}, and no part of a tokenizer. {found.advice}")
     file = folder / "config.json"
-    try:
-        if file.is_file():
+    if file.is_file():
+        with DataError.explaining(f"{file} is no valid JSON", "It is the model's configuration; restore it."):
             json_files.read(file)
-    except (OSError, ValueError) as error:
-        raise DataError(f"{file} is no valid JSON: {error}. It is the model's configuration; restore it.") from error
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int) -> PreTrainedTokenizerBase:

@@ -77,17 +77,13 @@ def write_report(directories: Sequence[Path], to: Path | None = None, *, price: 
     _check_file(file)
     prediction = predict_peak(runs[0][1]) if len(runs) == 1 else None
     shown = page.content_of(runs, price=price, prediction=prediction)
-    try:
+    with RecipeError.explaining(f"--to: cannot write {file}", "Name another file by --to FILE.html.", OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         atomic_files.write_text(file, page.page_of(shown))
         name = runs[0][0] if len(runs) == 1 else f"{len(runs)} runs"
         pictures = [(c, file.with_name(f"{file.stem}-{c.key}.png")) for c in shown.charts if not c.axis]
         for chart, picture in pictures:
             _draw_picture(chart, name, picture)
-    except OSError as error:
-        raise RecipeError(
-            f"--to: cannot write {file}: {error.strerror or error}. Name another file by --to FILE.html."
-        ) from error
     return [file, *(picture for _, picture in pictures)]
 
 
@@ -171,14 +167,10 @@ class LiveServer(ThreadingHTTPServer):
         self.read_content()
         if not 0 <= port <= 65535:
             raise RecipeError(f"--port is {port}; give a number from 0 (one that is free) to 65535.")
-        try:
+        advice = "Give another --port, or an address of this machine as --host."
+        with RecipeError.explaining(f"--live: cannot serve on {host}:{port}", advice, OSError):
             self.address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
             super().__init__((host, port), _Handler)
-        except OSError as error:
-            raise RecipeError(
-                f"--live: cannot serve on {host}:{port}: {error.strerror or error}. Give another --port, or an address "
-                "of this machine as --host."
-            ) from error
         shown = f"[{host}]" if self.address_family == socket.AF_INET6 else host
         self.url = f"http://{shown}:{self.server_port}/{self.token}/"
 
