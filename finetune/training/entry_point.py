@@ -15,7 +15,7 @@ from finetune.utils.exit_codes import REQUEUE, USER_ERROR, run_guarded, say_fail
 from finetune.utils.hub_access import go_offline_if_unreachable
 from finetune.utils.library_imports import quick_imports, silence_libraries
 from finetune.utils.quoting import to_stdout
-from finetune.utils.shipped_files import recipe_file
+from finetune.utils.shipped_files import launch_file, recipe_file
 
 if TYPE_CHECKING:
     from finetune.config.recipe_schema import Recipe
@@ -36,6 +36,8 @@ def train_main(arguments: Sequence[str] | None = None) -> int:
     add_recipe_arguments(parser, optional=True)
     parser.add_argument("--dry-run", action="store_true", help=DRY_RUN_HELP)
     parser.add_argument("--quiet", action="store_true", help="print errors only")
+    text = "the launch file, by name or path, if torchrun or no launcher started this"
+    parser.add_argument("--config_file", type=launch_file, metavar="FILE", help=text)
     # Given by launchers that are refused.
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
     parser.add_argument(*CONFIG_FLAGS, dest="foreign_config", nargs="?", const="", help=argparse.SUPPRESS)
@@ -49,7 +51,18 @@ def train_main(arguments: Sequence[str] | None = None) -> int:
         from finetune.distributed.launch.launch_config import refuse_launcher
 
         return run_guarded(partial(refuse_launcher, parsed.recipe, parsed.foreign_config or ""))
-    return run_guarded(partial(_dry_run if parsed.dry_run else _train, parsed))
+    return run_guarded(partial(_work, parsed))
+
+
+def _work(parsed: argparse.Namespace) -> int | None:
+    if parsed.config_file is not None:
+        from finetune.distributed.launch.launch_config import take_launch_file
+
+        take_launch_file(parsed.config_file)
+    if not parsed.dry_run:
+        return _train(parsed)
+    _dry_run(parsed)
+    return None
 
 
 def add_recipe_arguments(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:

@@ -2,16 +2,18 @@
 
 import dataclasses
 import json
+import os
 import sys
 from typing import Any
 
 import psutil
 import pytest
 import torch
-from harness import command, environment, run
+from harness import command, environment, read_lines, run
 from ranks import PARAGRAPH, Here, Place, assert_said, by_launcher, exported, free_port
 
 from finetune.config.recipe_schema import ModelSection, Recipe
+from finetune.distributed.launch import launch_config
 from finetune.distributed.launch.launch_config import Launch, read_launch
 from finetune.distributed.resolve_config import _check_planes
 from finetune.distributed.strategies.fsdp import rows_of
@@ -197,15 +199,41 @@ def test_precision_of_the_launch_plane(launch: str, precision: str, given: dict[
 # ---------------------------------------------------------------- what is honest
 
 
-@needs_no_gpu
-def test_torchrun_without_a_launch_file_is_ddp(place: Place) -> None:
-    words = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
-    words += ["--master_port", str(free_port()), "scripts/train.py", str(place.recipe())]
-    code, output = run(words)
+def by_torchrun(place: Place, *words: str) -> dict[str, Any]:
+    """The facts of a run that torchrun starts, with its losses."""
+    start = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port())]
+    folder = place.folder / "-".join(("run", *words[1:]))
+    code, output = run([*start, "scripts/train.py", str(place.recipe(output={"dir": str(folder)})), *words])
     assert code == 0, output
-    facts = json.loads((place.folder / "run" / "run.json").read_text())
-    assert (facts["runs"]["kind"], facts["runs"]["world_size"], facts["launch"]["file"]) == ("ddp", 2, None)
-    assert "launch    ddp x 2 on cpu (gloo)" in output
+    facts = json.loads((folder / "run.json").read_text())
+    assert f"launch    {facts['runs']['kind']} x 2 on cpu (gloo)" in output
+    return {**facts, "losses": [line["loss"] for line in read_lines(folder / "metrics.jsonl") if "grad_norm" in line]}
+
+
+@needs_no_gpu
+def test_torchrun_runs_what_a_launch_file_behind_the_script_says(place: Place) -> None:
+    """Without one it is DDP."""
+    plain = by_torchrun(place)
+    assert (plain["runs"]["kind"], plain["runs"]["world_size"], plain["launch"]["file"]) == ("ddp", 2, None)
+    for file in ("fsdp", "zero2"):
+        one = by_torchrun(place, "--config_file", file)
+        assert (one["runs"]["kind"], one["runs"]["world_size"]) == (file, 2)
+        assert one["launch"]["file"] == f"accelerate_configs/{file}.yaml"
+        assert one["losses"] == pytest.approx(plain["losses"], rel=1e-6)
+
+
+def test_a_launch_file_behind_the_script(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = "accelerate_configs/fsdp.yaml"
+    started = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}
+    monkeypatch.setattr(os, "environ", {**os.environ, **started})
+    launch_config.take_launch_file(file)
+    assert (read_launch().kind, read_launch().num_processes, read_launch().file) == ("fsdp", 4, file)
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    with pytest.raises(BackendError, match=r"ACCELERATE_USE_DEEPSPEED is 'true' in the environment, which acc"):
+        read_launch()
+    monkeypatch.setattr(launch_config.orphan_watch, "accelerate_arguments", lambda: ["scripts/train.py"])
+    with pytest.raises(BackendError, match=r"stands behind the script, and the launcher reads what is before it"):
+        launch_config.take_launch_file(file)
 
 
 # ---------------------------------------------------------------- what runs is looked at

@@ -6,6 +6,7 @@ own command line, which is the parent process's, is read as well, and the two ar
 """
 
 import os
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
@@ -130,6 +131,26 @@ class ResolvedConfig:
     """The DeepSpeed config, completed from the recipe; empty for other backends."""
 
 
+# The launch file that a process which no launcher of files has started was given itself.
+_GIVEN = "FINETUNE_LAUNCH_FILE"
+
+
+def take_launch_file(file: str) -> None:
+    """Has this process, which torchrun or no launcher has started, run as `accelerate launch` with a file has it run.
+
+    Before Accelerate is imported, which reads what is exported here.
+
+    Raises:
+        BackendError: If a launch file was read already, or this one cannot be used.
+    """
+    if orphan_watch.accelerate_arguments() is not None:
+        raise BackendError(
+            f"--config_file {file} stands behind the script, and the launcher reads what is before it: `finetune "
+            f"launch --config_file {shell_word(file)} ...`. Behind the script it is for torchrun."
+        )
+    os.environ |= {**read_launch_file(file).exported(), _GIVEN: file}
+
+
 def read_launch() -> Launch:
     """Reads what was asked for from the launcher's command line, its file, and the environment.
 
@@ -137,8 +158,9 @@ def read_launch() -> Launch:
         BackendError: If file and processes contradict each other, or it asks for what is not offered.
     """
     name_deepspeed_device()
-    env, arguments = dict(os.environ), _launcher_arguments()
+    env = dict(os.environ)
     world = number_of(env, "WORLD_SIZE")
+    arguments = _launcher_arguments(env, world)
     if arguments is None:
         return launch_of_environment(env, world, None, _threads(None))
     file, exported = arguments.config_file, {}
@@ -310,9 +332,16 @@ def _check_left_over(env: Mapping[str, str], file: str, exported: Collection[str
         )
 
 
-def _launcher_arguments() -> Any | None:
-    """Returns the parsed command line of the `accelerate launch` that is this process's parent, if it is one."""
+def _launcher_arguments(env: Mapping[str, str], world: int) -> Any | None:
+    """Returns the parsed command line of the `accelerate launch` that is this process's parent, if it is one.
+
+    With a launch file of its own, it is the command line that would have started as many processes.
+    """
     rest = orphan_watch.accelerate_arguments()
+    if rest is None and _GIVEN in env:
+        rest = ["--config_file", env[_GIVEN], "--num_processes", str(world)]
+        rest += ["--main_process_ip", env["MASTER_ADDR"]] if "MASTER_ADDR" in env else []
+        rest.append(sys.argv[0])
     if rest is None:
         return None
     from accelerate.commands.config.config_args import default_config_file
@@ -425,14 +454,15 @@ def check_processes(
 
 
 def _threads(arguments: Any | None) -> int | None:
-    """Returns the threads that a process should use, unless the user chose: Accelerate exports one unasked."""
+    """Returns the threads that a process should use, unless the user chose: launchers export one unasked."""
     import psutil
 
     if arguments is not None and arguments.num_cpu_threads_per_process is not None:
         return None
+    launched = arguments is not None and (_GIVEN not in os.environ or "LOCAL_RANK" in os.environ)
     try:
         before = psutil.Process().parent()
-        environ = before.environ() if before is not None and arguments is not None else dict(os.environ)
+        environ = before.environ() if before is not None and launched else dict(os.environ)
     except psutil.Error:
         return None
     return threads_each(environ, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
