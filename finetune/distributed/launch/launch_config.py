@@ -148,7 +148,9 @@ def take_launch_file(file: str) -> None:
             f"--config_file {file} stands behind the script, and the launcher reads what is before it: `finetune "
             f"launch --config_file {shell_word(file)} ...`. Behind the script it is for torchrun."
         )
-    os.environ |= {**read_launch_file(file).exported(), _GIVEN: file}
+    written = read_launch_file(file)
+    affinity = {"ACCELERATE_CPU_AFFINITY": "1"} if written.enable_cpu_affinity else {}
+    os.environ |= {**written.exported(), **affinity, _GIVEN: file}
 
 
 def read_launch() -> Launch:
