@@ -137,8 +137,6 @@ class CheckpointWriter:
         outcome: SaveOutcome | None = None
         while self.active and outcome is None:
             self.join_writer()
-            if self._fault is not None:
-                raise self._fault
             failures = self._backend.all_reduce_sum(torch.tensor([float(self.failed)], device=self._backend.device))
             outcome = self.settle(busy=False, failed=failures.item() > 0)
         return outcome

@@ -108,8 +108,7 @@ def launch_workers(
         recipe: What is run, which launchers of several machines compare.
         timeouts: How long these wait for each other; see `rendezvous.MachinePlan`.
     """
-    foreseen = _foresee(config_file, options)
-    words = _command(foreseen, config_file, options, arguments, module)
+    foreseen, words = _prepare(config_file, options, arguments, module)
     # Machines of an elastic launch come and go; its agents watch them.
     if foreseen.asked.num_machines > 1 and foreseen.asked.nnodes is None:
         from finetune.distributed.launch import rendezvous
@@ -138,29 +137,22 @@ def launcher_command(
     Raises:
         BackendError: As a run would: the launch file cannot be used, or contradicts itself or the environment.
     """
-    return _command(_foresee(config_file, options), config_file, options, arguments, module)
+    return _prepare(config_file, options, arguments, module)[1]
 
 
-def _foresee(config_file: str, options: Sequence[str]) -> PredictedEnvironment:
-    foreseen = predict_environment(config_file, _given(options), os.environ)
+def _prepare(
+    config_file: str, options: Sequence[str], arguments: Sequence[str], module: str
+) -> tuple[PredictedEnvironment, list[str]]:
+    """Returns the launch that is to be made, and `launcher_command`."""
+    given = {name.removeprefix("--"): value for name, value in zip(options[::2], options[1::2], strict=True)}
+    foreseen = predict_environment(config_file, given, os.environ)
     check_installed(foreseen.launch)
-    return foreseen
-
-
-def _given(options: Sequence[str]) -> dict[str, str]:
-    return {name.removeprefix("--"): value for name, value in zip(options[::2], options[1::2], strict=True)}
-
-
-def _command(
-    foreseen: PredictedEnvironment, config_file: str, options: Sequence[str], arguments: Sequence[str], module: str
-) -> list[str]:
-    given = _given(options)
     several = foreseen.asked.num_machines > 1 or foreseen.asked.nnodes is not None
     alone = not several and "main_process_port" not in {*foreseen.written, *given}
     # Any free port, so that two runs fit on one machine.
     port = ["--main_process_port", "0"] if alone else []
     words = [sys.executable, "-m", "finetune.distributed.launch.launcher", "--config_file", config_file]
-    return [*words, *port, *options, "--module", module, *arguments]
+    return foreseen, [*words, *port, *options, "--module", module, *arguments]
 
 
 def main(arguments: Sequence[str]) -> int:
