@@ -31,21 +31,15 @@ from finetune.utils.temporary_folders import temporary_folder
 
 INDEX = "model.safetensors.index.json"
 
-# Largest difference of a logit, as a share of the largest logit, and of the mean loss in nats. The fresh process
-# computes in fp32 whatever the weights are stored in, so what is left is the rounding of weights, and in fp32 the
-# other order in which a merged model adds. Measured: docs/export.md.
-TOLERANCE: dict[torch.dtype | str, tuple[float, float]] = {
-    torch.float32: (1e-4, 1e-4),
-    torch.float16: (1e-2, 5e-3),
-    torch.bfloat16: (5e-2, 2e-2),
-    "q8_0": (5e-2, 2e-2),
-}
-# Of one number, as a share of the largest in its tensor: rounding once is half of this.
-_ROUNDING: dict[torch.dtype | str, float] = {
-    torch.float32: 1e-6,
-    torch.float16: 2.0**-10,
-    torch.bfloat16: 2.0**-7,
-    "q8_0": 2.0**-7,
+# Largest difference of a logit, as a share of the largest logit, and of the mean loss in nats; and of one number, as a
+# share of the largest in its tensor, of which rounding once is half. The fresh process computes in fp32 whatever the
+# weights are stored in, so what is left is the rounding of weights, and in fp32 the other order in which a merged model
+# adds. Measured: docs/export.md.
+TOLERANCE: dict[torch.dtype | str, tuple[float, float, float]] = {
+    torch.float32: (1e-4, 1e-4, 1e-6),
+    torch.float16: (1e-2, 5e-3, 2.0**-10),
+    torch.bfloat16: (5e-2, 2e-2, 2.0**-7),
+    "q8_0": (5e-2, 2e-2, 2.0**-7),
 }
 
 _PROBE = (2, 64)
@@ -281,18 +275,19 @@ def check_figures(
         raise CheckpointError(
             f"{folder}: the adapter changes no logit of its base: nothing was trained. Take another step with --step."
         )
-    (name, away), (most, most_loss), distance, loss = worst, TOLERANCE[dtype], answer["distance"], answer["loss"]
+    (name, away), distance, loss = worst, answer["distance"], answer["loss"]
+    most, most_loss, most_rounded = TOLERANCE[dtype]
     loss_away, wrong_loss, right_loss = 0.0, "", ""
     if loss is not None and probe.loss is not None:
         loss_away = abs(loss - probe.loss)
         wrong_loss = f" and a loss of {loss:.5f} instead of {probe.loss:.5f} (allowed: {most_loss:.0e})"
         right_loss = f", the loss {loss:.5f} by {loss_away:.1e} (allowed: {most_loss:.0e})"
-    if not (answer["finite"] and distance <= most and loss_away <= most_loss and away <= _ROUNDING[dtype]):
+    if not (answer["finite"] and distance <= most and loss_away <= most_loss and away <= most_rounded):
         what = f"{name}, by {away:.1e} of its largest number" if away else "none, so the configuration does"
         raise CheckpointError(
             f"Opened in a fresh process, {folder} gives logits that differ by {distance:.1e} of the largest "
             f"(allowed: {most:.0e}){wrong_loss}. The tensor that differs most is {what} (allowed: "
-            f"{_ROUNDING[dtype]:.0e})."
+            f"{most_rounded:.0e})."
         )
     kind = str(dtype).removeprefix("torch.")
     found = f"logits differ by {distance:.1e} of the largest (allowed for {kind}: {most:.0e}){right_loss}"
