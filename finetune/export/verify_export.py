@@ -46,35 +46,26 @@ _PROBE = (2, 64)
 _NUM_ROWS = 8
 
 
-def tensors_of(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields each tensor that lies in a folder, mapped, one at a time.
+def tensors_of(place: Path, advice: str = "Export it again.") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields each tensor that lies in a folder or a file, mapped, one at a time.
+
+    Args:
+        advice: What to do if a file cannot be read.
 
     Raises:
         CheckpointError: If a file cannot be read, or one that the index names is not there.
     """
-    files = sorted(folder.glob("*.safetensors"))
-    if (folder / INDEX).is_file():
-        places = _read_index(folder)["weight_map"]
+    files = sorted(place.glob("*.safetensors")) if place.is_dir() else [place]
+    if (place / INDEX).is_file():
+        places = _read_index(place)["weight_map"]
         absent = sorted(set(places.values()) - {file.name for file in files})
         if absent:
-            raise CheckpointError(f"{folder} lacks {', '.join(absent)}, which its index names. Export it again.")
+            raise CheckpointError(f"{place} lacks {', '.join(absent)}, which its index names. Export it again.")
     for file in files:
-        yield from tensors_of_file(file)
-
-
-def tensors_of_file(file: Path, advice: str = "Export it again.") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields each tensor of a file, mapped, one at a time.
-
-    Args:
-        advice: What to do if it cannot be read.
-
-    Raises:
-        CheckpointError: If it cannot be read.
-    """
-    explaining = CheckpointError.explaining(f"{file} cannot be read", advice, OSError, SafetensorError)
-    with explaining, safe_open(file, framework="pt") as opened:
-        for name in opened.keys():  # noqa: SIM118 - it is no mapping
-            yield name, opened.get_tensor(name)
+        explaining = CheckpointError.explaining(f"{file} cannot be read", advice, OSError, SafetensorError)
+        with explaining, safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - it is no mapping
+                yield name, opened.get_tensor(name)
 
 
 def _read_index(folder: Path) -> dict[str, Any]:
