@@ -187,11 +187,7 @@ def _write_parts(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> d
 
 
 def check_written(place: Path, expected: dict[str, torch.Tensor]) -> None:
-    """Compares the tensors in a file, or in a folder's files, with those that were to be written, bit by bit.
-
-    Raises:
-        CheckpointError: If one is missing, unexpected, or another.
-    """
+    """Raises a `CheckpointError` unless a file, or a folder, holds these tensors and no others, bit by bit."""
     left = dict(expected)
     for name, tensor in tensors_of(place):
         wanted = left.pop(name, None)

@@ -291,11 +291,7 @@ def too_long(where: str, why: str) -> DataError:
 
 
 def require_fields(present: Iterable[str], fields: Fields, where: str) -> None:
-    """Checks that the wanted fields are there.
-
-    Raises:
-        DataError: Naming the fields that are there instead.
-    """
+    """Raises a `DataError` unless the wanted fields are there; it names those that are there instead."""
     if fields.form is not None:
         return
     names = list(present)
