@@ -34,11 +34,7 @@ def doc_pages() -> dict[str, Path]:
 
 
 def show_docs(words: list[str], console: Console) -> None:
-    """Prints the list of pages, the page of that name, or the sections that all words are found in.
-
-    Raises:
-        RecipeError: If nothing is found.
-    """
+    """Prints the pages, a page by its name, or the sections with all words; a `RecipeError` without any."""
     pages = doc_pages()
     if not words:
         for name, file in pages.items():

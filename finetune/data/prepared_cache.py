@@ -66,11 +66,7 @@ class Cache:
     """The folders under one directory. It is always safe to delete any of them while no run starts."""
 
     def __init__(self, root: Path, *, quiet: bool) -> None:
-        """Creates the directory.
-
-        Raises:
-            DataError: If it cannot be written.
-        """
+        """Creates the directory, or raises a `DataError` if it cannot be written."""
         self._root = root
         self._quiet = quiet
         with self._usable():

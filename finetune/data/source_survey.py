@@ -11,7 +11,7 @@ from finetune.config.recipe_schema import Recipe, Source
 from finetune.data.chat.chat_encoder import ChatEncoder
 from finetune.data.chat.chat_templates import find_template
 from finetune.data.class_labels import KnownClasses
-from finetune.data.sources.column_names import as_overrides, guess_chat_fields, guess_label_field, guess_text_field
+from finetune.data.sources.column_names import as_overrides, guess_chat_fields, guess_field
 from finetune.data.sources.conversation_formats import AS_IT_IS, RecordForm, Tolerance, find_format
 from finetune.data.sources.corpus import open_source
 from finetune.data.tokenization.tokenizer import Encoder, load_tokenizer
@@ -134,11 +134,11 @@ def _describe(
             return "conversations", {}
         if fields:
             return "conversations", {"fields": fields}
-    label = None if kind == "text" else given.get("label_field") or guess_label_field(record)
+    label = None if kind == "text" else given.get("label_field") or guess_field(record, "label_field")
     # A single text needs no name that is known.
     texts = [name for name, value in record.items() if isinstance(value, str) and name != label]
     others = [name for name in texts if name.lower() not in ("id", "url", "source", "date")]
-    text = given.get("text_field") or guess_text_field(texts) or (others[0] if len(others) == 1 else None)
+    text = given.get("text_field") or guess_field(texts, "text_field") or (others[0] if len(others) == 1 else None)
     if text is None or (kind == "labelled" and label is None) or kind == "conversations":
         wanted = {"conversations": "conversations", "labelled": "texts with a class"}.get(kind or "", "text")
         raise DataError(

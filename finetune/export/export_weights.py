@@ -209,7 +209,7 @@ def _write_gguf(job: _Export, file: Path, say: Say) -> None:
 
 def _write_adapter(job: _Export, staging: Path, say: Say) -> list[int]:
     weights, section = job.source.weights, job.recipe.model
-    tensors = merge.load_tensors(weights / merge.ADAPTER)
+    tensors = dict(verify_export.tensors_of(weights / merge.ADAPTER, "Restore it, or take another step."))
     save_file({name: tensor.float() for name, tensor in tensors.items()}, staging / merge.ADAPTER, {"format": "pt"})
     config = path_kinds.adapter_config(weights) | {"inference_mode": True, "revision": section.revision}
     config["base_model_name_or_path"] = path_kinds.place_of_model(str(section.name))

@@ -11,7 +11,7 @@ from finetune.checkpoint import trusted_code
 from finetune.checkpoint.run_fingerprint import base_of
 from finetune.config.recipe_schema import Recipe
 from finetune.export.find_weights import WeightSource
-from finetune.export.verify_export import tensors_of_file
+from finetune.export.verify_export import tensors_of
 from finetune.models import lora_adapters
 from finetune.models.build_network import base_dtype, build_base_model, build_model, loading_config
 from finetune.models.heads import Head
@@ -119,7 +119,8 @@ def build_trained(
             # How quantized weights were read; written back by it, plain ones would not be.
             transformers_private.forget_weight_conversions(base)
         network = lora_adapters.attach(base, recipe, head)
-    lora_adapters.fill_adapters(network, load_tensors(source.weights / ADAPTER), str(source.weights / ADAPTER))
+    file = source.weights / ADAPTER
+    lora_adapters.fill_adapters(network, dict(tensors_of(file, "Restore it, or take another step.")), str(file))
     return network.eval()
 
 
@@ -130,15 +131,6 @@ def build_merged(source: WeightSource, recipe: Recipe, ready: TaskData, dtype: t
     """
     stored = stored_dtype(source.weights) if recipe.lora is None else base_dtype(recipe)
     return lora_adapters.merge_adapters(build_trained(source, recipe, ready, quantised=False, dtype=stored), dtype)
-
-
-def load_tensors(file: Path) -> dict[str, torch.Tensor]:
-    """Returns the tensors of a file, mapped.
-
-    Raises:
-        CheckpointError: If it cannot be read.
-    """
-    return dict(tensors_of_file(file, "Restore it, or take another step."))
 
 
 def config_of(source: WeightSource, recipe: Recipe, ready: TaskData) -> Any:

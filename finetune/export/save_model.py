@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from finetune.distributed.backend import Backend
-from finetune.export.verify_export import INDEX, tensors_of, tensors_of_file
+from finetune.export.verify_export import INDEX, tensors_of
 from finetune.models.forward_wrapper import unwrap
 from finetune.models.lora_adapters import adapter_config, adapter_keys, transformer
 from finetune.models.pretrained_files import as_written, write_beside, written_one_by_one
@@ -187,13 +187,9 @@ def _write_parts(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> d
 
 
 def check_written(place: Path, expected: dict[str, torch.Tensor]) -> None:
-    """Compares the tensors in a file, or in a folder's files, with those that were to be written, bit by bit.
-
-    Raises:
-        CheckpointError: If one is missing, unexpected, or another.
-    """
+    """Raises a `CheckpointError` unless a file, or a folder, holds these tensors and no others, bit by bit."""
     left = dict(expected)
-    for name, tensor in tensors_of(place) if place.is_dir() else tensors_of_file(place):
+    for name, tensor in tensors_of(place):
         wanted = left.pop(name, None)
         if wanted is None:
             raise _not_trained(place, f"it holds {name}, which the trained network does not have")

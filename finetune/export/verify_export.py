@@ -31,56 +31,41 @@ from finetune.utils.temporary_folders import temporary_folder
 
 INDEX = "model.safetensors.index.json"
 
-# Largest difference of a logit, as a share of the largest logit, and of the mean loss in nats. The fresh process
-# computes in fp32 whatever the weights are stored in, so what is left is the rounding of weights, and in fp32 the
-# other order in which a merged model adds. Measured: docs/export.md.
-TOLERANCE: dict[torch.dtype | str, tuple[float, float]] = {
-    torch.float32: (1e-4, 1e-4),
-    torch.float16: (1e-2, 5e-3),
-    torch.bfloat16: (5e-2, 2e-2),
-    "q8_0": (5e-2, 2e-2),
-}
-# Of one number, as a share of the largest in its tensor: rounding once is half of this.
-_ROUNDING: dict[torch.dtype | str, float] = {
-    torch.float32: 1e-6,
-    torch.float16: 2.0**-10,
-    torch.bfloat16: 2.0**-7,
-    "q8_0": 2.0**-7,
+# Largest difference of a logit, as a share of the largest logit, and of the mean loss in nats; and of one number, as a
+# share of the largest in its tensor, of which rounding once is half. The fresh process computes in fp32 whatever the
+# weights are stored in, so what is left is the rounding of weights, and in fp32 the other order in which a merged model
+# adds. Measured: docs/export.md.
+TOLERANCE: dict[torch.dtype | str, tuple[float, float, float]] = {
+    torch.float32: (1e-4, 1e-4, 1e-6),
+    torch.float16: (1e-2, 5e-3, 2.0**-10),
+    torch.bfloat16: (5e-2, 2e-2, 2.0**-7),
+    "q8_0": (5e-2, 2e-2, 2.0**-7),
 }
 
 _PROBE = (2, 64)
 _NUM_ROWS = 8
 
 
-def tensors_of(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields each tensor that lies in a folder, mapped, one at a time.
+def tensors_of(place: Path, advice: str = "Export it again.") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields each tensor that lies in a folder or a file, mapped, one at a time.
+
+    Args:
+        advice: What to do if a file cannot be read.
 
     Raises:
         CheckpointError: If a file cannot be read, or one that the index names is not there.
     """
-    files = sorted(folder.glob("*.safetensors"))
-    if (folder / INDEX).is_file():
-        places = _read_index(folder)["weight_map"]
+    files = sorted(place.glob("*.safetensors")) if place.is_dir() else [place]
+    if (place / INDEX).is_file():
+        places = _read_index(place)["weight_map"]
         absent = sorted(set(places.values()) - {file.name for file in files})
         if absent:
-            raise CheckpointError(f"{folder} lacks {', '.join(absent)}, which its index names. Export it again.")
+            raise CheckpointError(f"{place} lacks {', '.join(absent)}, which its index names. Export it again.")
     for file in files:
-        yield from tensors_of_file(file)
-
-
-def tensors_of_file(file: Path, advice: str = "Export it again.") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields each tensor of a file, mapped, one at a time.
-
-    Args:
-        advice: What to do if it cannot be read.
-
-    Raises:
-        CheckpointError: If it cannot be read.
-    """
-    explaining = CheckpointError.explaining(f"{file} cannot be read", advice, OSError, SafetensorError)
-    with explaining, safe_open(file, framework="pt") as opened:
-        for name in opened.keys():  # noqa: SIM118 - it is no mapping
-            yield name, opened.get_tensor(name)
+        explaining = CheckpointError.explaining(f"{file} cannot be read", advice, OSError, SafetensorError)
+        with explaining, safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - it is no mapping
+                yield name, opened.get_tensor(name)
 
 
 def _read_index(folder: Path) -> dict[str, Any]:
@@ -281,18 +266,19 @@ def check_figures(
         raise CheckpointError(
             f"{folder}: the adapter changes no logit of its base: nothing was trained. Take another step with --step."
         )
-    (name, away), (most, most_loss), distance, loss = worst, TOLERANCE[dtype], answer["distance"], answer["loss"]
+    (name, away), distance, loss = worst, answer["distance"], answer["loss"]
+    most, most_loss, most_rounded = TOLERANCE[dtype]
     loss_away, wrong_loss, right_loss = 0.0, "", ""
     if loss is not None and probe.loss is not None:
         loss_away = abs(loss - probe.loss)
         wrong_loss = f" and a loss of {loss:.5f} instead of {probe.loss:.5f} (allowed: {most_loss:.0e})"
         right_loss = f", the loss {loss:.5f} by {loss_away:.1e} (allowed: {most_loss:.0e})"
-    if not (answer["finite"] and distance <= most and loss_away <= most_loss and away <= _ROUNDING[dtype]):
+    if not (answer["finite"] and distance <= most and loss_away <= most_loss and away <= most_rounded):
         what = f"{name}, by {away:.1e} of its largest number" if away else "none, so the configuration does"
         raise CheckpointError(
             f"Opened in a fresh process, {folder} gives logits that differ by {distance:.1e} of the largest "
             f"(allowed: {most:.0e}){wrong_loss}. The tensor that differs most is {what} (allowed: "
-            f"{_ROUNDING[dtype]:.0e})."
+            f"{most_rounded:.0e})."
         )
     kind = str(dtype).removeprefix("torch.")
     found = f"logits differ by {distance:.1e} of the largest (allowed for {kind}: {most:.0e}){right_loss}"

@@ -86,11 +86,7 @@ _STORED: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: StoredLinear, nn.E
 
 
 def freeze_modules(network: nn.Module, wanted: str | tuple[str, ...]) -> None:
-    """Freezes modules by names or by a regular expression (`lora_adapters.match_names`), with all that is in them.
-
-    Raises:
-        RecipeError: If there is no such module, or nothing would be left to train.
-    """
+    """Freezes modules (see `match_names`) and all in them; a `RecipeError` if that leaves nothing to train."""
     modules = {n: module for n, module in network.named_modules() if n and any(True for _ in module.parameters())}
     for name in match_names("model.freeze", wanted, list(modules), kind="module", of=type(network).__name__):
         modules[name].requires_grad_(False)

@@ -52,35 +52,29 @@ class TagScheme:
         return TagScheme(kinds, tuple(part for part, _ in found), tuple(numbers[kind] for _, kind in found))
 
 
-@dataclass(frozen=True)
-class Spans:
-    """Spans of rows of tags. A word that no span of a strict scheme could hold, such as a lone `I-PER`, begins one."""
+def _find_spans(classes: torch.Tensor, scheme: TagScheme) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Finds the spans of rows of tags, on their device.
 
-    begins: torch.Tensor
-    """True where a span begins, (B, N)."""
-    kinds: torch.Tensor
-    """Kind of the span that a word is in, (B, N); K outside."""
-    lasts: torch.Tensor
-    """Number of the last word of the span that a word is in, (B, N)."""
+    A word that no span of a strict scheme could hold, such as a lone `I-PER`, begins one.
 
-    @staticmethod
-    def of(classes: torch.Tensor, scheme: TagScheme) -> "Spans":
-        """Finds the spans, on the device of the tags.
+    Args:
+        classes: Class number of each word, (B, N); negative where there is none.
 
-        Args:
-            classes: Class number of each word, (B, N); negative where there is none.
-        """
-        parts, kinds = (
-            torch.tensor([*table, outside], device=classes.device)[classes.clamp(min=-1)]
-            for table, outside in ((scheme.part_of, _NO_SPAN), (scheme.kind_of, len(scheme.kinds)))
-        )
-        before, kinds_before = (functional.pad(side[:, :-1], (1, 0), value=-1) for side in (parts, kinds))
-        goes_on = ((before == _BEGIN) | (before == _INSIDE)) & ((parts == _INSIDE) | (parts == _END))
-        goes_on &= kinds == kinds_before
-        places = torch.arange(classes.shape[1], device=classes.device).expand_as(classes)
-        goes_on_behind = functional.pad(goes_on[:, 1:], (0, 1))
-        lasts = places.masked_fill(goes_on_behind, classes.shape[1]).flip(1).cummin(1).values.flip(1)
-        return Spans((parts != _NO_SPAN) & ~goes_on, kinds, lasts)
+    Returns:
+        Whether a span begins at a word, the kind of the span that it is in (K outside), and the number of that span's
+        last word: (B, N) each.
+    """
+    parts, kinds = (
+        torch.tensor([*table, outside], device=classes.device)[classes.clamp(min=-1)]
+        for table, outside in ((scheme.part_of, _NO_SPAN), (scheme.kind_of, len(scheme.kinds)))
+    )
+    before, kinds_before = (functional.pad(side[:, :-1], (1, 0), value=-1) for side in (parts, kinds))
+    goes_on = ((before == _BEGIN) | (before == _INSIDE)) & ((parts == _INSIDE) | (parts == _END))
+    goes_on &= kinds == kinds_before
+    places = torch.arange(classes.shape[1], device=classes.device).expand_as(classes)
+    goes_on_behind = functional.pad(goes_on[:, 1:], (0, 1))
+    lasts = places.masked_fill(goes_on_behind, classes.shape[1]).flip(1).cummin(1).values.flip(1)
+    return (parts != _NO_SPAN) & ~goes_on, kinds, lasts
 
 
 def count_spans(predicted: torch.Tensor, true: torch.Tensor, scheme: TagScheme) -> torch.Tensor:
@@ -95,9 +89,10 @@ def count_spans(predicted: torch.Tensor, true: torch.Tensor, scheme: TagScheme) 
     # Words to the left, without asking the device how many there are.
     order = torch.argsort((true < 0).int(), dim=1, stable=True)
     true, predicted = true.gather(1, order), predicted.masked_fill(true < 0, -1).gather(1, order)
-    found, wanted = Spans.of(predicted, scheme), Spans.of(true, scheme)
-    both = found.begins & wanted.begins & (found.kinds == wanted.kinds) & (found.lasts == wanted.lasts)
-    sides = ((both, wanted.kinds), (found.begins, found.kinds), (wanted.begins, wanted.kinds))
+    found, wanted = _find_spans(predicted, scheme), _find_spans(true, scheme)
+    same_begin, same_kind, same_last = (one == other for one, other in zip(found, wanted, strict=True))
+    both = wanted[0] & same_begin & same_kind & same_last
+    sides = ((both, wanted[1]), found[:2], wanted[:2])
     kinds = torch.arange(len(scheme.kinds), device=true.device)
     counts = [(begun[..., None] & (of_words[..., None] == kinds)).sum((0, 1)) for begun, of_words in sides]
     return torch.stack(counts, dim=1).float()
@@ -107,6 +102,5 @@ def list_spans(classes: Sequence[int], scheme: TagScheme) -> list[tuple[int, int
     """Returns first word, end and kind of each span of one row, in order."""
     if not classes:
         return []
-    found = Spans.of(torch.tensor([classes]), scheme)
-    begins, kinds, lasts = (side[0].tolist() for side in (found.begins, found.kinds, found.lasts))
+    begins, kinds, lasts = (side[0].tolist() for side in _find_spans(torch.tensor([classes]), scheme))
     return [(first, lasts[first] + 1, scheme.kinds[kinds[first]]) for first, begun in enumerate(begins) if begun]

@@ -24,11 +24,7 @@ class Profiler:
     """Profiles some steps of a run, once, and writes what it saw."""
 
     def __init__(self, folder: Path, rank: int, *, first: int, steps: int, last: int) -> None:
-        """Profiles `steps` steps, from a few after `first` on.
-
-        Raises:
-            RecipeError: If the run ends, at `last`, before that.
-        """
+        """Profiles `steps` steps, a few after `first`; a `RecipeError` if the run ends, at `last`, before that."""
         if 0 <= last - first < _WARM_STEPS + steps:
             raise RecipeError(
                 f"log.profile: {steps} steps, after {_WARM_STEPS} that warm up, are more than the {last - first} that "

@@ -100,11 +100,7 @@ class WeightCheck:
             self._look(step)
 
     def finish(self, step: int, skipped: int) -> None:
-        """Looks at the weights that training ends with, if there was a step; every rank must call it.
-
-        Raises:
-            BackendError: If something is wrong with them.
-        """
+        """Looks at the last weights, on every rank; raises a `BackendError` if something is wrong with them."""
         if self._steps > skipped:
             self._look(step)
             self._judge(skipped, last=True)

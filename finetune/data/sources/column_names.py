@@ -37,20 +37,10 @@ def guess_chat_fields(names: Iterable[str]) -> dict[str, str]:
     return {key: name for key, name in found.items() if name is not None}
 
 
-def guess_label_field(names: Iterable[str]) -> str | None:
-    """Returns the column that may hold classes."""
-    return _first({name.strip().lower(): name for name in names}, _LABEL)
-
-
-def guess_text_field(names: Iterable[str]) -> str | None:
-    """Returns the column that may hold texts."""
-    return _first({name.strip().lower(): name for name in names}, _TEXT)
-
-
-def guess_word_fields(names: Iterable[str]) -> dict[str, str | None]:
-    """Returns the columns that may hold words and their tags, by the keys of a source."""
-    known = {name.strip().lower(): name for name in names}
-    return {"text_field": _first(known, _WORDS), "label_field": _first(known, _TAGS)}
+def guess_field(names: Iterable[str], key: str, *, words: bool = False) -> str | None:
+    """Returns the column that a source's `text_field` or `label_field` may be; of words and their tags with `words`."""
+    wanted = {"text_field": _WORDS if words else _TEXT, "label_field": _TAGS if words else _LABEL}
+    return _first({name.strip().lower(): name for name in names}, wanted.get(key, ()))
 
 
 def unread_kind(names: Iterable[str]) -> str:

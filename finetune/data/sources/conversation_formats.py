@@ -89,11 +89,7 @@ class Tolerance:
         self.counts, self.first = Counter(counts), first
 
     def meet(self, problem: InvalidConversation) -> None:
-        """Raises it, or counts it.
-
-        Raises:
-            InvalidConversation: If nothing is tolerated.
-        """
+        """Counts a problem, or raises it if nothing is tolerated."""
         if not self.lenient:
             raise problem
         self.counts[problem.kind] += 1

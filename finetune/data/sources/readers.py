@@ -10,15 +10,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from finetune.data.sources.column_names import (
-    SPANS,
-    as_overrides,
-    guess_chat_fields,
-    guess_label_field,
-    guess_text_field,
-    guess_word_fields,
-    unread_kind,
-)
+from finetune.data.sources.column_names import SPANS, as_overrides, guess_chat_fields, guess_field, unread_kind
 from finetune.data.sources.conversation_formats import InvalidConversation, RecordForm, kind_of
 from finetune.data.sources.streams import MAX_DOCUMENT_BYTES, MAX_RECORD_BYTES, JsonReader, Meter, json_items, lines
 from finetune.utils import json_files
@@ -299,11 +291,7 @@ def too_long(where: str, why: str) -> DataError:
 
 
 def require_fields(present: Iterable[str], fields: Fields, where: str) -> None:
-    """Checks that the wanted fields are there.
-
-    Raises:
-        DataError: Naming the fields that are there instead.
-    """
+    """Raises a `DataError` unless the wanted fields are there; it names those that are there instead."""
     if fields.form is not None:
         return
     names = list(present)
@@ -313,11 +301,10 @@ def require_fields(present: Iterable[str], fields: Fields, where: str) -> None:
         or_chat = f", or give the recipe a `chat` section if these are conversations: 'chat={{}}' {mapping}".rstrip()
         if not fields.takes_chat:
             or_chat = "; if these are conversations, write each as one text: this task reads texts only"
-    guesses = {"text_field": guess_text_field(names), "label_field": guess_label_field(names)}
-    guesses = guess_word_fields(names) if fields.learned == "tags" else guesses
     for key, field in (("text_field", fields.text), ("pair_field", fields.pair), ("label_field", fields.label)):
         if field is not None and field not in names:
-            advice, guess = f"Name one of them as the source's `{key}`", guesses.get(key)
+            advice = f"Name one of them as the source's `{key}`"
+            guess = guess_field(names, key, words=fields.learned == "tags")
             if guess is not None:
                 advice += f", such as {as_overrides(fields.source, {key: guess})}"
             raise DataError(

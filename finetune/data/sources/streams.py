@@ -63,11 +63,7 @@ class JsonReader:
 
 
 def require_encodable(value: Any, where: str, what: str) -> None:
-    """Checks that a value can be tokenised and written, if it is a text.
-
-    Raises:
-        DataError: If it holds a lone surrogate.
-    """
+    """Raises a `DataError` if a value is a text that holds a lone surrogate, which cannot be tokenised or written."""
     if isinstance(value, str) and not value.isascii():
         try:
             value.encode("utf-8")

@@ -52,11 +52,7 @@ class TokenFile:
     """One side of a finished token folder, memory-mapped."""
 
     def __init__(self, folder: Path, side: str, dtype: str) -> None:
-        """Opens what `write_tokens` has written.
-
-        Raises:
-            DataError: If it is something else.
-        """
+        """Opens what `write_tokens` has written, or raises a `DataError` if it is something else."""
         if dtype not in ("uint16", "uint32"):
             raise damaged_file(folder / f"{side}.tokens", f"its tokens are said to be {dtype}")
         self.tokens: Tokens = np.asarray(np.memmap(folder / f"{side}.tokens", dtype=np.dtype(dtype), mode="r"))
