@@ -4,27 +4,45 @@ Keys are carried over as `config/peer_keys.yaml` says; functions here do it wher
 """
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from finetune.config.peer_keys import CONVERTED, PeerKey, count_keys, find_peer_key, json_word, peer_table, tool_name
+from finetune.config.peer_keys import (
+    CONVERTED,
+    PeerKey,
+    count_keys,
+    find_peer_key,
+    foreign_tool,
+    json_word,
+    peer_table,
+    tool_name,
+)
 from finetune.config.provenance import flat
 from finetune.config.recipe import RECIPE_FIELDS, RecipeLoader, dump_tree, validate_recipe
+from finetune.config.recipe_schema import LogSection, Recipe
 from finetune.data.sources.conversation_formats import ROLES
+from finetune.distributed.device_selection import Devices
+from finetune.distributed.launch.predicted_environment import launch_of_file
+from finetune.distributed.resolve_config import resolve_for_devices
 from finetune.tasks.task_lookup import BUILT_IN
 from finetune.utils import json_files
 from finetune.utils.atomic_files import explain_unwritable
-from finetune.utils.errors import RecipeError
+from finetune.utils.errors import BackendError, RecipeError
 from finetune.utils.file_formats import read_text
 from finetune.utils.quoting import shell_word
+from finetune.utils.shipped_files import launch_file
 from finetune.utils.yaml_files import YamlProblem, parse
 
 Values = dict[str, Any]
 
 _DATA_SUFFIXES = (".json", ".jsonl", ".parquet", ".csv", ".txt")
+_TRACKERS = get_args(get_args(LogSection.model_fields["trackers"].annotation)[0])
+# Tokens in a row where a tool has no limit.
+_UNLIMITED = 2048
 _READERS = ("json", "csv", "parquet", "text")
 # Sections whose keys change files and figures, and nothing that is learned.
 _NOT_LEARNED = ("eval", "log", "output", "checkpoint", "resume", "launch ")
@@ -52,33 +70,37 @@ class _Conversion:
     notes: list[str] = field(default_factory=list)
     left: dict[str, dict[str, list[str]]] = field(default_factory=lambda: {kind: {} for kind in _HEADINGS})
     """Keys that are not carried over, by kind and reason."""
+    refusals: list[str] = field(default_factory=list)
+    """Reasons why no recipe can be written, as sentences."""
 
     def leave(self, kind: str, key: str, why: str) -> None:
-        """Notes a key that is not carried over.
-
-        Raises:
-            RecipeError: If no recipe can be written without it.
-        """
+        """Notes a key that is not carried over, or without which no recipe can be written (`refused`)."""
         if kind == "refused":
-            raise RecipeError(
-                f"{self.file}: {key} is {json_word(self.given.get(key))[:60]}, and {why}. Nothing is written. Convert "
-                "a config of supervised fine-tuning or pre-training on text."
-            )
-        self.left[kind].setdefault(why, []).append(key)
+            self.refusals.append(f"{key} is {json_word(self.given.get(key))[:60]}, and {why}.")
+        else:
+            self.left[kind].setdefault(why, []).append(key)
+
+    def left_lines(self) -> list[str]:
+        """Returns the keys that are not carried over, by kind and reason."""
+        lines = []
+        for kind, reasons in self.left.items():
+            lines += [_HEADINGS[kind]] * bool(reasons)
+            lines += [f"    {', '.join(keys)}: {why}" for why, keys in reasons.items()]
+        return lines
 
     def carry(self, key: str, value: Any) -> None:
         """Carries over one key of the tool."""
         row = find_peer_key(self.tool, key)
         if row is None:
             self.leave("unknown", key, f"got {json_word(value)[:60]}")
-        elif value is not None:
+        elif value is not None or row.rule == "length":
             try:
                 self.found |= self._translated(row, key, value)
             except _NotCarried as reason:
                 learned = row.here and not row.here.startswith(_NOT_LEARNED)
                 self.leave(row.then or ("differs" if learned else ""), key, str(reason))
-            except RecipeError:
-                raise
+            except RecipeError as error:
+                self.refusals.append(str(error))
             except (TypeError, ValueError, AttributeError, LookupError):
                 self.leave("differs", key, f"{json_word(value)[:60]} is no value that {tool_name(self.tool)} takes")
 
@@ -112,6 +134,38 @@ def _whole_steps(_: _Conversion, key: str, here: str, value: Any) -> Values:
     if type(value) is not int or value < 1:
         raise _NotCarried(f"{here} is a whole number of steps, got {json_word(value)}")
     return {here: value}
+
+
+def _every(conversion: _Conversion, key: str, here: str, value: Any) -> Values:
+    section, found = here.partition(".")[0], conversion.found
+    if 0 < value < 1 and found.get("length.steps"):
+        value = math.ceil(value * found["length.steps"])  # a share of the run
+    if value >= 1:
+        return {here: int(value), f"{section}.per_epoch": None}
+    return {here: None, f"{section}.per_epoch": 1 / (value * found["length.epochs"])}
+
+
+def _length(conversion: _Conversion, key: str, here: str, value: Any) -> Values:
+    if value is not None:
+        return {here: value}
+    conversion.notes.append(
+        f"{tool_name(conversion.tool)} cuts nothing where {key} is null. Here rows have a length: data.sequence_length "
+        f"is {_UNLIMITED}, and checks.max_too_long 0 ends a run whose data has a longer document, with its length."
+    )
+    return {here: _UNLIMITED, "checks.max_too_long": 0.0}
+
+
+def _trackers(conversion: _Conversion, key: str, here: str, value: Any) -> Values:
+    names = set(conversion.found.get(here, []))
+    for word in value if isinstance(value, list) else [value]:
+        own = next((name for name in _TRACKERS if name in f"{key} {word}".lower()), None)
+        if own is None and word not in ("none", False) and "Disk" not in str(word) and "Stdout" not in str(word):
+            conversion.leave("", key, f"{word} has no counterpart in {here} ({', '.join(_TRACKERS)})")
+        elif own is not None:
+            names = names | {own} if word else names - {own}
+    if key == "wandb_project":
+        conversion.notes.append(f"Weights & Biases: `export WANDB_PROJECT={shell_word(value)}` names the project.")
+    return {here: sorted(names)}
 
 
 def _share(_: _Conversion, key: str, here: str, value: Any) -> Values:
@@ -213,6 +267,10 @@ def _fsdp(conversion: _Conversion, key: str, here: str, value: Any) -> Values:
 
 
 def _datasets(conversion: _Conversion, key: str, here: str, value: Any) -> Values:
+    if isinstance(value, dict) and "datasets" in value:  # of TRL's and of recipes built on it
+        if value.get("test_split_size"):
+            conversion.found |= _share(conversion, key, "data.validation_fraction", value["test_split_size"])
+        value = value["datasets"]
     if isinstance(value, str):
         value = value.split(",") if conversion.tool == "llama-factory" else [value]
     sources = []
@@ -246,6 +304,13 @@ def _leave_rest(conversion: _Conversion, place: str, entry: Mapping[str, Any], u
             conversion.leave("differs", f"{place}.{name}", "sources of data have no such key")
 
 
+def _of_turns(role: str, content: str | None) -> Values:
+    """Returns the format of conversations whose turns have these fields, and the names of fields that it lacks."""
+    kind, usual = ("sharegpt", "value") if role == "from" else ("messages", "content")
+    named = {"role": role if role not in ("role", "from") else None, "content": content if content != usual else None}
+    return {"format": kind, "fields": {part: name for part, name in named.items() if name}}
+
+
 def _add_roles(conversion: _Conversion, roles: Mapping[str, str]) -> None:
     if new := {name: role for name, role in roles.items() if ROLES.get(name) != role}:
         conversion.found["chat.roles"] = {**conversion.found.get("chat.roles", {}), **new}
@@ -259,16 +324,22 @@ def _trl_source(conversion: _Conversion, place: str, entry: Any) -> list[Values]
             test = {**entry, "split": given.get("dataset_test_split", "test")}
             places = [place for place in _places(test["path"], test) if "hub" in place]
             conversion.found |= {"data.validation": places} if places else {}
-    _leave_rest(conversion, place, entry, "path name split data_files")
+    _leave_rest(conversion, place, entry, "path id name config split data_files columns weight")
+    entry = {"path": entry.get("id"), "name": entry.get("config"), **entry}
+    more = {} if entry.get("weight") is None else {"weight": entry["weight"]}
+    columns = set(entry.get("columns") or ())
     if "dataset_text_field" in given:
-        return _places(entry["path"], entry, text_field=given["dataset_text_field"])
-    if not {"assistant_only_loss", "completion_only_loss"} & given.keys():
+        return _places(entry["path"], entry, text_field=given["dataset_text_field"], **more)
+    more["format"] = "messages" if "messages" in columns else "prompt" if "completion" in columns else "auto"
+    if not {"assistant_only_loss", "completion_only_loss"} & given.keys() and more["format"] != "auto":
+        conversion.found["chat.train_on"] = "completions" if more["format"] == "prompt" else "all"
+    elif not {"assistant_only_loss", "completion_only_loss"} & given.keys():
         conversion.found["chat.train_on"] = "all"
         conversion.notes.append(
             "TRL looks at the data, and this does not: chat.train_on is `all`, which is right for `messages`. Write "
             "`completions` if records are `prompt` and `completion`, and remove `chat` if they are plain text."
         )
-    return _places(entry["path"], entry, format="auto")
+    return _places(entry["path"], entry, **more)
 
 
 def _axolotl_source(conversion: _Conversion, place: str, entry: Mapping[str, Any]) -> list[Values]:
@@ -282,12 +353,10 @@ def _axolotl_source(conversion: _Conversion, place: str, entry: Mapping[str, Any
     elif kind in ("chat_template", "sharegpt"):
         used += " field_messages message_property_mappings message_field_role message_field_content roles"
         mapped = entry.get("message_property_mappings") or {}
-        found = (mapped.get(part) or entry.get(f"message_field_{part}") for part in ("role", "content"))
-        names = {str(name) for name in found if name}
-        if names and not (names <= {"role", "content"} or names == {"from", "value"}):
-            raise _NotCarried(f"messages have `role` and `content`, or `from` and `value`, got {', '.join(names)}")
-        more = {"format": "sharegpt" if "from" in names or (kind == "sharegpt" and not names) else "messages"}
-        more |= {"fields": {"messages": entry["field_messages"]}} if entry.get("field_messages") else {}
+        turn = {part: mapped.get(part) or entry.get(f"message_field_{part}") for part in ("role", "content")}
+        usual = "conversations" if kind == "sharegpt" else "messages"
+        more = _of_turns(turn["role"] or ("role", "from")[kind == "sharegpt"], turn["content"])
+        more["fields"] |= {"messages": entry.get("field_messages") or usual}
         roles = entry.get("roles") or {}
         _add_roles(conversion, {name: role for role, names in roles.items() for name in names})
     elif kind == "alpaca":
@@ -326,23 +395,45 @@ def _factory_source(conversion: _Conversion, place: str, name: str) -> list[Valu
     columns = entry.get("columns") or ({"messages": "conversations"} if listed else {})
     if entry.get("ranking") or {"images", "videos", "audios", "kto_tag", "chosen"} & columns.keys():
         raise _NotCarried(f"{name} has preferences, images or sound, and only text is read")
-    limit = entry.get("num_samples") or given.get("max_samples")
-    more: Values = {} if limit is None else {"limit": limit}
+    more = _number_of_samples(conversion, name, entry, info)
     if given.get("stage") == "pt":
         more["text_field"] = columns.get("prompt", "instruction")
     else:
         theirs = {"messages": "messages"} if listed else {"user": "prompt", "input": "query", "assistant": "response"}
         theirs |= {"system": "system", "tools": "tools", "history": "history"}
-        named = "messages" if tags.get("role_tag") == "role" else "sharegpt"
-        more["format"] = named if listed else "pairs" if columns else "alpaca"
         fields = {ours: columns[column] for ours, column in theirs.items() if column in columns}
-        more |= {"fields": fields} if fields else {}
-        _add_roles(conversion, {tags[f"{role}_tag"]: role for role in ("user", "assistant") if f"{role}_tag" in tags})
+        if listed:
+            turns = _of_turns(tags.get("role_tag") or "from", tags.get("content_tag"))
+            more |= turns | {"fields": fields | turns["fields"]}
+            whose = {"user": "user", "assistant": "assistant", "observation": "tool", "system": "system"}
+            _add_roles(conversion, {tags[f"{tag}_tag"]: role for tag, role in whose.items() if tags.get(f"{tag}_tag")})
+            if (tag := tags.get("function_tag") or "function_call") != "function_call":
+                conversion.leave(
+                    "differs", f"{place}.tags.function_tag", f"calls are read of `function_call`, not {tag}"
+                )
+        else:
+            more |= {"format": "pairs" if columns else "alpaca"} | ({"fields": fields} if fields else {})
     if "hf_hub_url" in entry:
         return _places(entry["hf_hub_url"], entry, **more)
     if info is None or "file_name" not in entry:
         raise _NotCarried(f"{name} is neither a file nor a data set on the Hugging Face hub")
     return [{"path": str(info.parent / entry["file_name"]), **more}]
+
+
+def _number_of_samples(conversion: _Conversion, name: str, entry: Mapping[str, Any], info: Path | None) -> Values:
+    """Returns `limit`, or `weight` where documents are drawn again since there are fewer of them."""
+    drawn, most = entry.get("num_samples"), conversion.given.get("max_samples")
+    if not drawn:
+        return {} if most is None else {"limit": most}
+    number, file = min(drawn, most or drawn), info and info.parent / str(entry.get("file_name"))
+    if file and file.suffix in (".json", ".jsonl") and file.is_file():
+        text = read_text(file)
+        size = len(json_files.parse(text)) if file.suffix == ".json" else sum(map(bool, text.split("\n")))
+        if number >= size:
+            return {} if number == size else {"weight": round(number / size, 6)}
+    why = "num_samples are drawn at random there, and again from the first where the data has fewer; here they are the"
+    conversion.leave("differs", f"{name}.num_samples", f"{why} first ones, and `weight` repeats documents")
+    return {"limit": number}
 
 
 def _torchtune_source(conversion: _Conversion, place: str, entry: Mapping[str, Any]) -> list[Values]:
@@ -380,8 +471,11 @@ RULES: dict[str, Callable[[_Conversion, str, str, Any], Values]] = {
     "argument": _argument,
     "datasets": _datasets,
     "deepspeed": _deepspeed,
+    "device_rows": lambda c, key, here, value: {"accumulation": value // (c.given.get("micro_batch_size") or 1)},
+    "every": _every,
     "fsdp": _fsdp,
     "in_place_of_epochs": lambda _, key, here, value: {here: value, "length.epochs": None},
+    "length": _length,
     "names": _names,
     "rank": lambda _, key, here, value: {here: value, "lora.alpha": 2 * value},
     "share": _share,
@@ -391,6 +485,7 @@ RULES: dict[str, Callable[[_Conversion, str, str, Any], Values]] = {
     "template": _template,
     "torchtune_model": _torchtune_model,
     "torchtune_targets": _torchtune_targets,
+    "trackers": _trackers,
     "used": lambda *_: {},  # the rule of another key reads it
     "warmup": _warmup,
     "whole": _whole_steps,
@@ -421,8 +516,14 @@ def convert_config(file: Path, tool: str | None, folder: Path, devices: int | No
         given = flat({key: value for key, value in tree.items() if key not in ("dataset", "dataset_val")})
         given |= {key: tree[key] for key in ("dataset", "dataset_val") if key in tree}
     conversion = _Conversion(tool, file, given, {**peer_table()["fixed"][tool]})
-    own = {key: value for key, value in peer_table()["defaults"][tool].items() if given.get(key) is None}
-    rows = {key: find_peer_key(tool, key) for key in (*given, *own)}
+    rows = {key: find_peer_key(tool, key) for key in (*given, *peer_table()["defaults"][tool])}
+    # Of lengths, null is a value.
+    said_null = {key for key, row in rows.items() if key in given and row is not None and row.rule == "length"}
+    own = {
+        key: value
+        for key, value in peer_table()["defaults"][tool].items()
+        if given.get(key) is None and key not in said_null
+    }
     told = {row.here for key, row in rows.items() if row is not None and row.here and given.get(key)}
     defaults = {key: value for key, value in own.items() if (row := rows[key]) and row.here not in told}
     values = {**given, **defaults}
@@ -432,14 +533,22 @@ def convert_config(file: Path, tool: str | None, folder: Path, devices: int | No
     devices = devices or (said if isinstance(said, int) else 1)
     batch = _complete(conversion, devices)
     launch, recipe = conversion.found.pop("launch"), _nested(conversion.found)
-    try:
-        validate_recipe(recipe, None, BUILT_IN)
-    except RecipeError as error:
-        lost = "".join(f" {', '.join(keys)}: {why}." for why, keys in conversion.left["differs"].items())
+    problems = [*conversion.refusals]
+    if not problems:
+        try:
+            _check_launch(validate_recipe(recipe, None, BUILT_IN), launch, devices)
+        except (RecipeError, BackendError) as error:
+            problems = [str(error)]
+    if problems:
+        advice = (
+            "Convert a config of supervised fine-tuning or pre-training on text" if conversion.refusals else "Mend it"
+        )
+        rest = "; ".join(line.strip() for line in conversion.left_lines()).replace(":;", ":")
+        said = " ".join([*problems, f"{advice}.", *[f"{rest}."] * bool(rest)])
         raise RecipeError(
-            f"{file}, a config of {tool_name(tool)}, makes no valid recipe, and nothing is written. Mend the config: "
-            f"{' '.join(str(error).split())}{' Not carried over:' if lost else ''}{lost}"
-        ) from error
+            f"{file}, a config of {tool_name(tool)}, makes no valid recipe, and nothing is written. "
+            f"{' '.join(said.split())}"
+        )
     target = folder / "recipe.yaml"
     if target.exists():
         raise RecipeError(f"{target} is there already, and nothing is overwritten. Name another folder with --output.")
@@ -454,11 +563,17 @@ def convert_config(file: Path, tool: str | None, folder: Path, devices: int | No
     if taken:
         said = ", ".join(f"{key} {json_word(defaults[key])}" for key in taken)
         lines.append(f"Taken for keys that the config leaves out, as {tool_name(tool)} does: {said}.")
-    lines += conversion.notes
-    for kind, reasons in conversion.left.items():
-        lines += [_HEADINGS[kind]] * bool(reasons)
-        lines += [f"    {', '.join(keys)}: {why}" for why, keys in reasons.items()]
-    return lines
+    return [*lines, *conversion.notes, *conversion.left_lines()]
+
+
+def _check_launch(recipe: Recipe, name: str, devices: int) -> None:
+    """Refuses a recipe that a launch file of ours cannot run, whatever this machine has, as a dry run there does."""
+    launch = launch_of_file(Path(launch_file(name)), devices)
+    resolve_for_devices(recipe, launch, Devices(gpus=devices), {})
+    if launch.cuts_state:
+        from finetune.optim.optimizers import check_optimizer  # imports torch
+
+        check_optimizer(recipe.optim, cut=True, flat=launch.flattens)
 
 
 def _read_config(file: Path) -> Values:
@@ -482,6 +597,13 @@ def _read_config(file: Path) -> Values:
 
 def _recognise(file: Path, tree: Values) -> str:
     hits = {tool: len(keys) for tool, keys in count_keys(tree).items()}
+    foreign, keys = foreign_tool(tree)
+    if len(keys) > 1 and len(keys) >= max(hits.values()) / 2:
+        raise RecipeError(
+            f"{file} is a config of {foreign} ({', '.join(keys[:4])}), which is not read; those of "
+            f"{', '.join(map(tool_name, CONVERTED))} are. `finetune init --model MODEL --data FILE` makes a recipe to "
+            "begin with; in it, an unknown key of another tool is answered with its name here."
+        )
     best = [tool for tool, number in hits.items() if number == max(hits.values())]
     if len(best) > 1 or hits[best[0]] < 2:
         raise RecipeError(
@@ -498,8 +620,10 @@ def _complete(conversion: _Conversion, devices: int) -> str:
     rows = micro if isinstance(micro, int) else 1
     total = found.setdefault("batch.global_size", rows * accumulation * devices)
     found.setdefault("launch", "single" if devices == 1 else "fsdp" if tool == "torchtune" else "ddp")
-    if found.get("eval.patience") and not found.get("eval.every_steps"):
-        conversion.leave("differs", "early_stopping_patience", "eval.patience needs a number in eval.every_steps")
+    if given.get("eval_strategy") == "steps" and not given.get("eval_steps"):
+        found["eval.every_steps"] = given.get("logging_steps", 10 if tool == "trl" else 500)
+    if found.get("eval.patience") and not (found.get("eval.every_steps") or found.get("eval.per_epoch")):
+        conversion.leave("differs", "early_stopping_patience", "nothing is evaluated before the end of the run")
         del found["eval.patience"]
     sources = found.get("data.train", []) + found.get("data.validation", [])
     formats = {source["format"] for source in sources if "format" in source}
@@ -514,8 +638,6 @@ def _complete(conversion: _Conversion, devices: int) -> str:
     for section in ("lora", "chat"):
         for key in [key for key in found if key.partition(".")[0] == section and not found.get(section)]:
             del found[key]
-    if "batch_size" in given and tool != "torchtune":
-        return f"Global batch: {total} rows, by batch_size."
     product = f"{rows} rows a device x {accumulation} accumulation x {devices} device{'s' * (devices > 1)}"
     return f"Global batch: {product} = {total} rows. For another number of devices, convert with --devices N."
 

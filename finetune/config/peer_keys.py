@@ -51,7 +51,7 @@ class PeerKey:
 
 def json_word(value: Any) -> str:
     """Returns a value as YAML writes it."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 @cache
@@ -84,6 +84,16 @@ def called_here(key: str) -> str | None:
     rows: list[PeerKey] = [row for row in peer_table()["keys"] if row.matches(key)]
     named = [row for row in rows if key in row.keys]
     return "; ".join(row.said(key) for row in named or rows) or None
+
+
+def foreign_tool(tree: Mapping[Any, Any]) -> tuple[str, list[str]]:
+    """Returns the tool beside `CONVERTED` of which a file has the most keys, and these keys."""
+    given = {*map(str, tree), *flat({str(key): value for key, value in tree.items()})}
+    known = {
+        tool: sorted(key for key in given if any(fnmatchcase(key, name.strip('"')) for name in names.split()))
+        for tool, names in peer_table()["foreign"].items()
+    }
+    return max(known.items(), key=lambda pair: len(pair[1]))
 
 
 def count_keys(tree: Mapping[Any, Any]) -> dict[str, list[str]]:

@@ -244,7 +244,7 @@ class Source(Section):
     """With a `chat` section: format of the conversations. `auto`: detected from the fields of the first record."""
     fields: dict[str, str] = Field(default_factory=dict)
     """With a `chat` section: paths of fields that the format does not find, such as `{user: instruction, assistant:
-    instances.0.output}` or `{messages: chat.turns}`."""
+    instances.0.output}` or `{messages: chat.turns}`; `role` and `content` are fields of a turn."""
     label_field: str = "label"
     """Field that holds the class of a document, its number for `regression`, or for `token_classification` the class
     of each word, as a list; other tasks do not read it."""

@@ -16,6 +16,7 @@ from finetune.cli.main import build_parser, main
 from finetune.config.peer_keys import CONVERTED
 from finetune.config.recipe import load_recipe
 from finetune.config.recipe_schema import Recipe
+from finetune.data.sources.conversation_formats import RecordForm, Tolerance
 from finetune.tasks.task_lookup import BUILT_IN
 from finetune.utils.errors import RecipeError
 
@@ -184,7 +185,7 @@ def test_axolotl(tmp_path: Path) -> None:
     assert (recipe.batch.micro_size, recipe.batch.global_size, recipe.length.epochs) == (2, 8, 3)
     assert (recipe.optim.name, recipe.optim.lr, recipe.optim.args) == ("AdamW8bit", 2e-4, {"betas": [0.9, 0.95]})
     assert (recipe.schedule.floor, recipe.schedule.warmup_fraction, recipe.precision) == (0.0, 0.1, "auto")
-    assert "saves_per_epoch: 2 has no counterpart in checkpoint.every_steps" in said
+    assert (recipe.checkpoint.per_epoch, recipe.eval.per_epoch) == (2, None)
     assert "what is learned may differ" not in said
 
 
@@ -241,7 +242,11 @@ def test_torchtune(tmp_path: Path) -> None:
     )
     assert (recipe.optim.name, recipe.optim.lr, recipe.optim.weight_decay) == ("SGD", 3e-4, 0.0)
     assert (recipe.optim.clip_norm, recipe.schedule.name, recipe.data.packing) == (None, "constant", "padded")
-    assert "tokenizer.max_seq_len 2048" in said
+    assert (recipe.data.sequence_length, recipe.checks.max_too_long, recipe.checkpoint.per_epoch) == (2048, 0.0, 1)
+    assert "torchtune cuts nothing where tokenizer.max_seq_len is null" in said
+
+
+SHARDED = {**TRL, "optim": "adamw_torch"}
 
 
 @pytest.mark.parametrize(
@@ -259,12 +264,12 @@ def test_torchtune(tmp_path: Path) -> None:
     ],
 )
 def test_launch_files(keys: dict[str, Any], launch: str, tmp_path: Path) -> None:
-    assert f"--config_file {launch}" in converted(tmp_path, {**TRL, **keys})[1]
+    assert f"--config_file {launch}" in converted(tmp_path, {**SHARDED, **keys})[1]
 
 
 def test_a_deepspeed_file_is_read(tmp_path: Path) -> None:
     (tmp_path / "mine.json").write_text('{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "none"}}}')
-    assert "--config_file zero3 --num" in converted(tmp_path, {**TRL, "deepspeed": "mine.json"})[1]
+    assert "--config_file zero3 --num" in converted(tmp_path, {**SHARDED, "deepspeed": "mine.json"})[1]
 
 
 def test_what_is_not_known_is_listed(tmp_path: Path) -> None:
@@ -296,6 +301,40 @@ def test_what_is_not_known_is_listed(tmp_path: Path) -> None:
         ({**TRL, "use_peft": False}, "quantized weights (nf4) cannot be trained"),
         ({"learning_rate": 1, "output_dir": "x", "max_steps": 3}, "TRL or Axolotl or LLaMA-Factory"),
         ({"one": 1}, "Say which by --from"),
+        # What the launch file cannot do.
+        ({**TRL, "fsdp": "full_shard"}, "PagedAdamW8bit of bitsandbytes keeps its state in blocks of whole tensors"),
+        ({**TRL, "deepspeed": "z3_offload"}, "zero3_offload.json offloads the optimiser to cpu, where only AdamW runs"),
+        ({**AXOLOTL, "deepspeed": "zero3.json", "gradient_checkpointing": True}, "AdamW8bit of bitsandbytes"),
+        # With all that was not read.
+        (
+            {**TRL, "rl": 1, "beta": 0.1, "brand_new": 3, "neftune_noise_alpha": 5, "dataloader_num_workers": 2},
+            "may differ: neftune_noise_alpha: this method is not offered; Not carried over; files, figures, speed or "
+            "memory may differ: dataloader_num_workers: the launch file or the run decides it; Not in the table of the "
+            "tool's keys: brand_new: got 3.",
+        ),
+        ({**FACTORY, "stage": "dpo", "pref_beta": 0.1}, "`sft` and `pt`. pref_beta is 0.1, and preferences"),
+        # Other tools.
+        (
+            {"model": {"model_name": "x"}, "training": {"trainer_type": "TRL_SFT"}, "peft": {"lora_r": 4}},
+            "is a config of Oumi (model.model_name, peft.lora_r, training.trainer_type), which is not read",
+        ),
+        (
+            {"step_scheduler": {"num_epochs": 1}, "model": {"_target_": "a"}, "optimizer": {"_target_": "b", "lr": 1}},
+            "is a config of NeMo (model._target_, optimizer._target_, step_scheduler.num_epochs), which is not read",
+        ),
+        (
+            {
+                "model": "x",
+                "train_type": "lora",
+                "torch_dtype": "bfloat16",
+                "lora_rank": 8,
+                "learning_rate": 1e-4,
+                "target_modules": "all-linear",
+                "num_train_epochs": 1,
+                "per_device_train_batch_size": 1,
+            },
+            "is a config of ms-swift (target_modules, torch_dtype, train_type), which is not read",
+        ),
     ],
 )
 def test_what_makes_no_recipe_is_refused(config: dict[str, Any], said: str, tmp_path: Path) -> None:
@@ -311,6 +350,127 @@ def test_a_file_that_is_no_config_is_refused(text: str, tmp_path: Path) -> None:
     file.write_text(text)
     with pytest.raises(RecipeError, match="config"):
         convert_config(file, None, tmp_path, None)
+
+
+@pytest.mark.parametrize(
+    ("keys", "every_steps", "per_epoch"),
+    [
+        ({"eval_strategy": "epoch", "eval_steps": 50}, None, 1),
+        ({"eval_strategy": "steps", "eval_steps": 0.25}, None, 2),  # of 2 epochs
+        ({"eval_strategy": "steps", "eval_steps": 0.25, "max_steps": 30}, 8, None),
+        ({"eval_strategy": "steps", "eval_steps": None, "logging_steps": 7}, 7, None),
+        ({"eval_strategy": "no", "eval_steps": 50}, None, None),
+    ],
+)
+def test_evaluations(keys: dict[str, Any], every_steps: int | None, per_epoch: float | None, tmp_path: Path) -> None:
+    recipe, _ = converted(tmp_path, {**TRL, **keys})
+    assert (recipe.eval.every_steps, recipe.eval.per_epoch) == (every_steps, per_epoch)
+
+
+@pytest.mark.parametrize(
+    ("config", "trackers", "said"),
+    [
+        (
+            {**TRL, "report_to": ["wandb", "tensorboard", "mlflow"]},
+            ("tensorboard", "wandb"),
+            "mlflow has no counterpart",
+        ),
+        ({**TRL, "report_to": "none"}, (), ""),
+        ({**AXOLOTL, "wandb_project": "mine", "use_tensorboard": True}, ("tensorboard", "wandb"), "WANDB_PROJECT=mine"),
+        ({**AXOLOTL, "wandb_project": "mine", "use_wandb": False}, (), ""),
+        (
+            {**TORCHTUNE, "metric_logger": {"_component_": "torchtune.training.metric_logging.WandBLogger"}},
+            ("wandb",),
+            "",
+        ),
+        ({**TORCHTUNE, "metric_logger": {"_component_": "torchtune.training.metric_logging.DiskLogger"}}, (), ""),
+    ],
+)
+def test_trackers(config: dict[str, Any], trackers: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    recipe, lines = converted(tmp_path, config)
+    assert recipe.log.trackers == trackers
+    assert said in lines
+    assert "trackers (" not in lines or "mlflow" in said
+
+
+def test_mixtures_of_trl(tmp_path: Path) -> None:
+    mixture = {
+        "datasets": [
+            {"id": "org/talks", "config": "en", "columns": ["messages"], "weight": 0.5},
+            {"id": "org/more", "split": "all", "columns": ["messages"]},
+        ],
+        "test_split_size": 0.1,
+    }
+    plain = {key: value for key, value in TRL.items() if "dataset" not in key and "eval" not in key}
+    recipe, said = converted(tmp_path, {**plain, "dataset_mixture": mixture})
+    talks, more = recipe.data.train
+    assert (talks.hub, talks.hub_config, talks.weight, talks.format) == ("org/talks", "en", 0.5, "messages")
+    assert (more.hub, more.split, more.weight) == ("org/more", "all", 1.0)
+    assert recipe.data.validation_fraction == 0.1
+    assert "differ" not in said
+
+
+def test_pairs_of_trl_are_completions(tmp_path: Path) -> None:
+    plain = {key: value for key, value in TRL.items() if key not in ("dataset_name", "assistant_only_loss")}
+    pairs = [{"path": "org/pairs", "columns": ["prompt", "completion"]}]
+    recipe, said = converted(tmp_path, {**plain, "datasets": pairs})
+    assert (recipe.data.train[0].format, recipe.chat and recipe.chat.train_on) == ("prompt", "completions")
+    assert "TRL looks at the data" not in said
+
+
+def test_null_and_defaults_of_the_tools(tmp_path: Path) -> None:
+    """TRL's null length cuts nothing; Axolotl's bf16 is auto; its batch_size is of one device."""
+    recipe, said = converted(tmp_path, {**TRL, "max_length": None})
+    assert (recipe.data.sequence_length, recipe.checks.max_too_long) == (2048, 0.0)
+    assert "TRL cuts nothing where max_length is null" in said
+    (tmp_path / "axolotl").mkdir()
+    left_out = {key: value for key, value in AXOLOTL.items() if key not in ("bf16", "gradient_accumulation_steps")}
+    recipe, said = converted(tmp_path / "axolotl", {**left_out, "batch_size": 8}, devices=3)
+    assert (recipe.precision, recipe.batch.micro_size, recipe.batch.global_size) == ("auto", 2, 24)
+    assert "2 rows a device x 4 accumulation x 3 devices = 24 rows" in said
+
+
+def test_turns_of_other_names(tmp_path: Path) -> None:
+    """Of Axolotl, where the field of messages is left out, and LLaMA-Factory's tags."""
+    turns = {"role": "speaker", "content": "text"}
+    source = {"path": "org/talks", "type": "chat_template", "message_property_mappings": turns}
+    recipe, _ = converted(tmp_path, {**AXOLOTL, "datasets": [source]})
+    assert recipe.data.train[0].fields == {"messages": "messages", **turns}
+    tags = {"role_tag": "speaker", "content_tag": "text", "user_tag": "customer", "assistant_tag": "agent"}
+    tags |= {"observation_tag": "result", "function_tag": "call", "system_tag": "rules"}
+    info = {
+        "talks": {"file_name": "talks.json", "formatting": "sharegpt", "columns": {"messages": "turns"}, "tags": tags}
+    }
+    (tmp_path / "factory").mkdir()
+    (tmp_path / "factory" / "dataset_info.json").write_text(json.dumps(info))
+    recipe, said = converted(tmp_path / "factory", {**FACTORY, "dataset": "talks"})
+    assert (recipe.data.train[0].format, recipe.data.train[0].fields) == ("messages", {"messages": "turns", **turns})
+    assert recipe.chat is not None
+    roles = {"customer": "user", "agent": "assistant", "result": "tool", "rules": "system"}
+    assert recipe.chat.roles == roles
+    assert "dataset.0.tags.function_tag: calls are read of `function_call`, not call" in said
+    # What is written is what is read.
+    form = RecordForm("messages", recipe.data.train[0].fields, roles, "text", strip=False, tolerance=Tolerance(False))
+    record = {"turns": [{"speaker": "customer", "text": "Who?"}, {"speaker": "agent", "text": "Nora."}]}
+    assert [turn["content"] for turn in json.loads(form.read(record, "here"))["messages"]] == ["Who?", "Nora."]
+
+
+@pytest.mark.parametrize(
+    ("asked", "most", "weight", "limit"),
+    [(90, None, 1.5, None), (90, 75, 1.25, None), (60, None, 1.0, None), (7, None, 1.0, 7), (7, 5, 1.0, 5)],
+)
+@pytest.mark.parametrize("name", ["pairs.json", "pairs.jsonl"])
+def test_samples_beyond_the_set(
+    name: str, asked: int, most: int | None, weight: float, limit: int | None, tmp_path: Path
+) -> None:
+    """LLaMA-Factory draws documents again until there are as many."""
+    record = json.dumps({"instruction": "Who?", "output": "Nora."})
+    (tmp_path / name).write_text(f"[{', '.join([record] * 60)}]" if name == "pairs.json" else f"{record}\n" * 60)
+    info = {"pairs": {"file_name": name, "num_samples": asked}}
+    (tmp_path / "dataset_info.json").write_text(json.dumps(info))
+    recipe, said = converted(tmp_path, {**FACTORY, "dataset": "pairs", "max_samples": most})
+    assert (recipe.data.train[0].weight, recipe.data.train[0].limit) == (weight, limit)
+    assert ("pairs.num_samples: num_samples are drawn at random there" in said) == (limit is not None)
 
 
 def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

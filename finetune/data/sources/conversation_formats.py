@@ -194,7 +194,7 @@ class RecordForm:
 
     def _detect(self, record: Mapping[str, Any], where: str) -> None:
         """Finds the format of a source by its first record, and where in it the fields lie."""
-        auto, given = self.format == "auto", dict(self.fields)
+        auto, given = self.format == "auto", {k: v for k, v in self.fields.items() if k not in ("role", "content")}
         known = [(name, {**paths, **given}) for name, paths in _FORMATS if auto or self.format == name]
         known = [(name, {"text": self.text_field} if name == "text" else paths) for name, paths in known]
         if auto and ("messages" in given or {"user", "assistant"} <= given.keys()):
@@ -277,6 +277,7 @@ class RecordForm:
     def _turns(self, turns: Iterable[Any], where: str) -> tuple[list[dict[str, Any]], list[int]]:
         messages, weights = [], []
         who, what = ("from", "value") if self.detected == "sharegpt" else ("role", "content")
+        who, what = self.fields.get("role", who), self.fields.get("content", what)
         known = {**ROLES, **self.roles}
         for number, turn in enumerate(turns, start=1):
             place = f"{where}, turn {number}"
