@@ -287,7 +287,6 @@ class RunReader:
         self._directory, self._only_outcome = directory, only_outcome
         self._metrics_file, self._machines_file = _GrowingFile(directory / METRICS), _GrowingFile(directory / MACHINES)
         self._machines: dict[int, _MachineSamples] = {}
-        self._damaged_samples = 0
 
     def read(self) -> RunHistory:
         """Returns the run as it is now.
@@ -299,9 +298,9 @@ class RunReader:
         directory, now = self._directory, time.time()
         facts = read_facts(directory)
         try:
-            self._read_metrics()
+            self._metrics_file.read(self._begin_metrics, self._add_metrics, only_outcome=self._only_outcome)
             if not self._only_outcome:
-                self._read_machines()
+                self._machines_file.read(self._machines.clear, self._add_sample)
             journal = read_incidents(directory)
         except OSError as error:
             raise CheckpointError(f"{directory}: its metrics cannot be read: {error.strerror or error}.") from error
@@ -340,23 +339,14 @@ class RunReader:
                 for number, found in sorted(self._machines.items())
             ),
             status=status,
-            damaged_lines=self._damaged + self._damaged_samples + len(journal.damaged),
+            damaged_lines=self._metrics_file.damaged + self._machines_file.damaged + len(journal.damaged),
             read_at=now,
         )
 
-    def _read_metrics(self) -> None:
-        """Takes in the whole lines since the last time, or all of them if the file is another one."""
-        # A restart replaces the file by one without the steps that are taken again.
-        anew, lines = self._metrics_file.read()
-        if anew:
-            self._damaged = 0
-            self._training, self._evaluations = _Columns(TRAINING), _Columns(EVALUATION)
-            self._samples: list[Sample] = []
-        for line in _outcome(lines) if self._only_outcome else lines:
-            try:
-                self._add_metrics(json_files.parse(line))
-            except (ValueError, LookupError, TypeError, AttributeError, OverflowError):
-                self._damaged += 1
+    def _begin_metrics(self) -> None:
+        """Forgets all lines: a restart replaces the file by one without the steps that are taken again."""
+        self._training, self._evaluations = _Columns(TRAINING), _Columns(EVALUATION)
+        self._samples: list[Sample] = []
 
     def _add_metrics(self, line: dict[str, Any]) -> None:
         """Takes in a line. Where a restart logs steps again, the later lines count."""
@@ -374,18 +364,6 @@ class RunReader:
         elif "sample" in line:
             _drop_from(self._samples, step)
             self._samples.append(Sample(step, str(line["sample"])))
-
-    def _read_machines(self) -> None:
-        """Takes in the samples of machines since the last time."""
-        anew, lines = self._machines_file.read()
-        if anew:
-            self._damaged_samples = 0
-            self._machines = {}
-        for line in lines:
-            try:
-                self._add_sample(json_files.parse(line))
-            except (ValueError, LookupError, TypeError, AttributeError, OverflowError):
-                self._damaged_samples += 1
 
     def _add_sample(self, line: dict[str, Any]) -> None:
         number, host, gpus = line["machine"], str(line["host"]), line.get("gpus", [])
@@ -415,24 +393,38 @@ class _GrowingFile:
         self._path = path
         # Device and number of the file, and how much of it is read: of no file yet.
         self._file: tuple[int, int] | None = (0, 0)
-        self._offset = 0
+        self._offset = self.damaged = 0
 
-    def read(self) -> tuple[bool, list[bytes]]:
-        """Returns whether the file is another one than the last time, and its whole lines that were not read yet."""
+    def read(
+        self, begin: Callable[[], None], add: Callable[[dict[str, Any]], None], *, only_outcome: bool = False
+    ) -> None:
+        """Takes in the whole lines since the last time, or all of them if the file is another one.
+
+        Args:
+            begin: Called before the first line of a file.
+            add: Takes in a line; what it raises makes the line a damaged one.
+            only_outcome: Take in what `_outcome` leaves.
+        """
         found, size = None, 0
         with suppress(FileNotFoundError):
             facts = self._path.stat()
             found, size = (facts.st_dev, facts.st_ino), facts.st_size
-        if anew := found != self._file or size < self._offset:
-            self._file, self._offset = found, 0
+        if found != self._file or size < self._offset:
+            self._file, self._offset, self.damaged = found, 0, 0
+            begin()
         if found is None:
-            return anew, []
+            return
         with self._path.open("rb") as handle:
             handle.seek(self._offset)
             # A line that is being written is left for the next time.
             content, end, _ = handle.read().rpartition(b"\n")
         self._offset += len(content) + len(end)
-        return anew, content.split(b"\n") if end else []
+        lines = content.split(b"\n") if end else []
+        for line in _outcome(lines) if only_outcome else lines:
+            try:
+                add(json_files.parse(line))
+            except (ValueError, LookupError, TypeError, AttributeError, OverflowError):
+                self.damaged += 1
 
 
 def read_run(directory: Path, *, only_outcome: bool = False) -> RunHistory:
