@@ -334,12 +334,17 @@ def _write_records(given: Records | Callable[[], Records], cache: Path) -> Path:
         return part.replace(folder / f"{content.hexdigest()[:32]}.jsonl")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Run:
     """A run as its directory shows it, finished or under way."""
 
     history: RunHistory
     """All of it, as `finetune report` reads it."""
+
+    def __repr__(self) -> str:
+        best = self.history.best_evaluation
+        figure = f", {self.history.best_name} {best[1]:.4g} at step {best[0]}" if best is not None else ""
+        return f"Run('{self.directory}', {self.status} at step {self.history.step}{figure})"
 
     @classmethod
     def open(cls, directory: str | Path) -> "Run":

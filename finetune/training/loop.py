@@ -91,7 +91,8 @@ def _take_steps(run: BuiltRun) -> Iterator[Step]:
             evaluated = not sync.stop and evaluate_and_sample(run)
             stopped = not evaluated
             end = state.step if state.best.ends_run(recipe) else last
-            if stopped or run.checkpoints.is_due(state.step, end, sync):
+            best = recipe.output.model == "best" and state.best.step == state.step < end
+            if stopped or best or run.checkpoints.is_due(state.step, end, sync):
                 run.timer.mark("aside")
                 check_nonfinite(run, None)  # A checkpoint must hold no step that diverged.
                 finish_run.save_checkpoint(run, evaluated=evaluated, wait=stopped or state.step == end)
@@ -116,6 +117,8 @@ def _take_steps(run: BuiltRun) -> Iterator[Step]:
             if rising := finish_run.rising_loss(run.results.get("first_loss"), state.recent_losses):
                 run.results["loss_rose"] = True
                 run.reporter.warn(rising)
+            elif "model" in run.results:
+                run.reporter.say(finish_run.next_commands(run))
         run.results["skipped"] = run.checkpoints.skipped
         run.results["train_s"] = time.perf_counter() - began
     measured = peak_memory.compare(recipe)
