@@ -116,6 +116,7 @@ def open_source(
     target: bool = False,
     tagged: bool = False,
     no_chat: bool = False,
+    keep: bool = False,
 ) -> Corpus:
     """Finds what a source names and fingerprints it; reads no documents yet.
 
@@ -125,6 +126,7 @@ def open_source(
         target: True if the second of two texts is a target.
         tagged: True if documents are lists of words, which have tags.
         no_chat: True if the task reads no conversations; known where documents have labels or a second text.
+        keep: True if documents keep all fields of their records.
         form: The way that records become conversations; None where they are documents.
         key: The source's key in the recipe, for error messages.
 
@@ -143,6 +145,7 @@ def open_source(
         target=target,
         source=key,
         no_chat=no_chat,
+        keep=keep,
     )
     if source.sample is not None:
         return _open_sample(source, source.sample, fields)
@@ -330,6 +333,8 @@ class Chosen(NamedTuple):
     """See `Document`."""
     tags: tuple[int | str, ...] | None = None
     """See `Document`."""
+    record: Mapping[str, Any] | None = None
+    """See `Document`."""
 
 
 def choose_texts(corpus: Corpus, rules: Rules, held_digests: npt.NDArray[np.uint64] | None = None) -> Iterator[Chosen]:
@@ -365,7 +370,7 @@ def choose_texts(corpus: Corpus, rules: Rules, held_digests: npt.NDArray[np.uint
                 place = int(np.searchsorted(held_digests, np.uint64(digest)))
                 held_out = place < held_digests.size and int(held_digests[place]) == digest
             copies = 1 if held_out else copies
-            about = (document.where, corpus.meter.done, document.issue, document.tags)
+            about = (document.where, corpus.meter.done, document.issue, document.tags, document.record)
             yield Chosen(data, digest, held_out, copies, document.label, *about)
 
 
