@@ -266,12 +266,6 @@ def _identify(paths: Iterable[Path]) -> tuple[dict[Path, list[int]], list[str]]:
     return states, digests
 
 
-def reason_of(error: Exception) -> str:
-    """The first line of a library's message, without what ends it."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0].rstrip(". :")
-
-
 @dataclass(frozen=True)
 class Rules:
     """Rules for the use of documents; part of the cache's key."""
