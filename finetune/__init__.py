@@ -9,29 +9,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    # Re-exported by `as`; isort would give each name a statement of its own.
-    from finetune.config.recipe_schema import (  # isort: skip
-        BatchSection as BatchSection,
-        ChatSection as ChatSection,
-        CheckpointSection as CheckpointSection,
-        ChecksSection as ChecksSection,
-        DataSection as DataSection,
-        EvalSection as EvalSection,
-        GuardSection as GuardSection,
-        LengthSection as LengthSection,
-        LogSection as LogSection,
-        LoraSection as LoraSection,
-        ModelSection as ModelSection,
-        OptimSection as OptimSection,
-        OutputSection as OutputSection,
-        Recipe as Recipe,
-        ResumeSection as ResumeSection,
-        SampleSection as SampleSection,
-        ScheduleSection as ScheduleSection,
-        Source as Source,
-        TaskSection as TaskSection,
-        TokenizerSection as TokenizerSection,
-    )
+    from finetune.config.recipe_schema import *  # noqa: F403
     from finetune.data.rows.feed import Rows as Rows
     from finetune.export.load_model import LoadedModel as LoadedModel
     from finetune.tasks.causal_lm import causal_lm_logits as causal_lm_logits

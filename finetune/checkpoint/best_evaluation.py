@@ -1,6 +1,7 @@
 """The best evaluation so far, and the end of a run in which none has been better for a while."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,8 @@ class BestEvaluation:
     value: float | None = None
     evaluations: int = 0
     """How many followed that were no better."""
+    loss: float | None = None
+    """Its validation loss."""
 
     @classmethod
     def resumed(cls, recipe: Recipe, saved: dict[str, Any] | None) -> "BestEvaluation":
@@ -29,16 +32,32 @@ class BestEvaluation:
         """Takes in an evaluation, by the keys of `metrics.jsonl`."""
         if self.by is None:
             return
-        key, sign = ranking(self.by)
-        value = values.get(key, math.nan)
-        if math.isfinite(value) and (self.value is None or sign * value > sign * self.value):
-            self.step, self.value, self.evaluations = step, value, 0
+        key, rank = ranking(self.by)[0], rank_of(self.by, values)
+        best = rank_of(self.by, {"validation_loss": self.loss, key: self.value})
+        if rank is not None and (best is None or rank > best):
+            self.step, self.value, self.evaluations = step, values[key], 0
+            self.loss = values.get("validation_loss")
         else:
             self.evaluations += 1
 
     def ends_run(self, recipe: Recipe) -> bool:
         """Returns whether the run's patience is at its end."""
         return recipe.eval.patience is not None and self.evaluations >= recipe.eval.patience
+
+
+def rank_of(best_by: str, values: Mapping[str, Any]) -> tuple[float, float] | None:
+    """Returns what orders evaluations, the highest being the best: the value, and of equals the loss.
+
+    Args:
+        best_by: As `checkpoint.keep_best_by` has it.
+        values: By the keys of `metrics.jsonl`.
+
+    Returns:
+        None if the value is missing or not finite.
+    """
+    key, sign = ranking(best_by)
+    value, loss = (values[name] if values.get(name) is not None else math.nan for name in (key, "validation_loss"))
+    return (sign * value, -loss if math.isfinite(loss) else -math.inf) if math.isfinite(value) else None
 
 
 def still_ended(recipe: Recipe, results: dict[str, Any]) -> bool:

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import psutil
 
+from finetune.checkpoint.best_evaluation import BestEvaluation
 from finetune.checkpoint.checkpoint_store import open_store, step_of
 from finetune.checkpoint.run_facts import (
     INCIDENTS,
@@ -218,12 +219,11 @@ class RunHistory:
 
     def best(self, best_by: str) -> tuple[int, float] | None:
         """Step and value of the evaluation that is best by a key; None if no evaluation has it."""
-        key, sign = ranking(best_by)
-        values = self.evaluations.get(key, np.array([]))
-        if not np.isfinite(values).any():
-            return None
-        best = int(np.nanargmax(np.where(np.isfinite(values), sign * values, np.nan)))
-        return int(self.evaluations["step"][best]), float(values[best])
+        best = BestEvaluation(best_by)
+        keys = {ranking(best_by)[0], "validation_loss"} & self.evaluations.keys()
+        for n, step in enumerate(self.evaluations["step"].tolist()):
+            best.note(int(step), {key: float(self.evaluations[key][n]) for key in keys})
+        return (best.step, best.value) if best.step is not None and best.value is not None else None
 
     @property
     def tokens_per_s(self) -> float | None:

@@ -7,7 +7,6 @@ which the ranks learn from the all-reduce of a later step, rank 0 writes the man
 
 import errno
 import json
-import math
 import os
 import re
 import threading
@@ -21,11 +20,12 @@ import torch
 from torch import nn
 
 from finetune.checkpoint import integrity, row_ledger, run_facts
+from finetune.checkpoint.best_evaluation import rank_of
 from finetune.checkpoint.checkpoint_store import UNSEALED, CheckpointStore, name_of, sealed_name, step_of
 from finetune.checkpoint.integrity import Files, put_file
 from finetune.checkpoint.run_directory import RunDirectory
 from finetune.checkpoint.snapshot import Snapshot
-from finetune.config.recipe_schema import CheckpointSection, ranking
+from finetune.config.recipe_schema import CheckpointSection
 from finetune.distributed.backend import Backend
 from finetune.monitoring.metrics import Reporter
 from finetune.monitoring.step_all_reduce import StepSync
@@ -194,7 +194,8 @@ class CheckpointWriter:
         self.broken.discard(sealed_name(name))
         keep, best_by = self._section.keep, self._section.keep_best_by
         try:
-            prune_checkpoints(store, keep=keep, best_by=best_by, broken=self.broken)
+            best = (self._state.get("best") or {}).get("step")
+            prune_checkpoints(store, keep=keep, best_by=best_by, best_step=best, broken=self.broken)
         except OSError as error:
             # The new checkpoint is whole; that an old one could not be deleted is no reason to say otherwise.
             to_stderr(f"An old checkpoint cannot be deleted: {error}")
@@ -212,7 +213,14 @@ class CheckpointWriter:
         return NOT_FINITE if worst == errno.EDOM else os.strerror(worst)
 
 
-def prune_checkpoints(store: CheckpointStore, *, keep: int, best_by: str | None, broken: Collection[str] = ()) -> None:
+def prune_checkpoints(
+    store: CheckpointStore,
+    *,
+    keep: int,
+    best_by: str | None,
+    best_step: int | None = None,
+    broken: Collection[str] = (),
+) -> None:
     """Deletes all checkpoints but the newest `keep` and, if asked, the one that is best by an evaluation's value.
 
     Only complete ones count and only complete ones are deleted; one that is being read stays until the next time.
@@ -220,6 +228,7 @@ def prune_checkpoints(store: CheckpointStore, *, keep: int, best_by: str | None,
 
     Args:
         best_by: As `checkpoint.keep_best_by` has it.
+        best_step: Step of the best evaluation, which stays too: it may have been evaluated once it was saved.
         broken: Names of checkpoints whose content was found damaged: they do not count either.
 
     Raises:
@@ -228,10 +237,10 @@ def prune_checkpoints(store: CheckpointStore, *, keep: int, best_by: str | None,
     whole = list(integrity.list_whole(store, broken))
     staying = {name for name, _ in whole[:keep]}
     if best_by is not None:
-        key, sign = ranking(best_by)
-        scored = [(sign * m[key], name) for name, m in whole if m.get(key) is not None and math.isfinite(m[key])]
+        scored = [(rank, name) for name, facts in whole if (rank := rank_of(best_by, facts)) is not None]
         # Of equals the first one: a later evaluation has to be better to be the best.
         staying |= {max(reversed(scored), key=lambda pair: pair[0])[1]} if scored else set()
+        staying |= {name_of(best_step)} if best_step is not None else set()
     for name, _ in whole:
         if name not in staying:
             store.delete(name)

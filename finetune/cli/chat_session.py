@@ -9,8 +9,9 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from finetune.export.generate_text import SamplingOptions, generate_text
+from finetune.export.generate_text import generate_text
 from finetune.export.load_model import LoadedModel
+from finetune.export.sampling_options import SamplingOptions
 from finetune.utils import atomic_files, signals
 from finetune.utils.errors import DataError, FinetuneError, RecipeError
 from finetune.utils.quoting import to_stderr, to_stdout

@@ -38,7 +38,7 @@ def show_docs(words: list[str], console: Console) -> None:
     pages = doc_pages()
     if not words:
         for name, file in pages.items():
-            console.print(f"{name:28}{_title(file)}")
+            console.print(f"{name:28}{next(_sections(name, file.read_text(encoding='utf-8'))).heading}")
         console.print("\n`finetune docs NAME` shows a page, `finetune docs WORD …` finds what explains something.")
         return
     named = next((name for name in pages if words == [name] or words == [name.rpartition("/")[2]]), None)
@@ -80,8 +80,3 @@ def _sections(page: str, text: str) -> Iterator[PageSection]:
             part = part.replace("\0", "#")
             heading = part.partition("\n")[0].lstrip("# ")
             yield PageSection(page, heading, part.strip())
-
-
-def _title(file: Path) -> str:
-    with file.open(encoding="utf-8") as lines:
-        return next((line[2:].strip() for line in lines if line.startswith("# ")), "")

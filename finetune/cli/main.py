@@ -33,8 +33,9 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def parse_arguments(parser: argparse.ArgumentParser, words: Sequence[str] | None) -> argparse.Namespace:
-    """Parses the command line; items of a list may also follow options, which argparse does not allow."""
+    """Parses the command line, and keeps it as `typed`; items of a list may follow options, unlike argparse's."""
     parsed, left = parser.parse_known_args(words)
+    parsed.typed = [*(sys.argv[1:] if words is None else words)]
     lists = (getattr(parsed, name, None) for name in ("overrides", "words", "run"))
     more = next((given for given in lists if isinstance(given, list)), None)
     if left and (more is None or any(word.startswith("-") for word in left)):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.cli import arguments
+from finetune.export.sampling_options import SamplingOptions
 from finetune.utils import hub_access
 from finetune.utils.compat.library_versions import require_installed, untested_versions
 from finetune.utils.errors import CheckpointError, RecipeError
@@ -19,17 +20,26 @@ from finetune.utils.quoting import to_stderr, to_stdout, visible
 if TYPE_CHECKING:
     from finetune.export.load_model import LoadedModel
 
-_EXPORTS = ("adapter", "merged", "merged-16bit", "gguf-f16", "gguf-q8_0")
+_EXPORTS = ("adapter", "merged", "merged-16bit", "gguf", "gguf-f16", "gguf-q8_0")
 _ANY_MODEL = "a run, checkpoint, adapter, export, model directory or hub name"
 # Options of --harness, and the least number that each takes.
 _HARNESS_OPTIONS = {"num_fewshot": 0, "limit": 1, "batch_size": 1}
+
+
+# Models that read the fields which flags name.
+_READERS = {
+    "pair_field": "classifiers of documents, regression and the targets that `eval` reads",
+    "label_field": "classifiers of documents or words and regression",
+    "field": "language models, which read conversations",
+}
 
 
 def add_verbs(verbs: Any) -> None:
     """Adds the verbs of this file."""
     verb = arguments.add_verb(verbs, export)
     verb.add_argument("run", help="a run directory, such as runs/sample, or one of its checkpoints")
-    verb.add_argument("--as", dest="kind", required=True, choices=_EXPORTS)
+    text = "what is written; gguf is gguf-f16"
+    verb.add_argument("--as", dest="kind", required=True, choices=_EXPORTS, help=text)
     verb.add_argument("--to", metavar="DIR", help="the new folder (default: RUN/exports/KIND)")
     verb.add_argument("--shard-size", default="5GB", help="maximum size of a file (default: 5GB)")
     verb.add_argument("--push-to", metavar="NAME", help="then upload it to the hub, as a private model of this name")
@@ -50,12 +60,9 @@ def add_verbs(verbs: Any) -> None:
     arguments.add_weights_arguments(verb)
 
     verb = arguments.add_verb(verbs, predict)
-    verb.add_argument(
-        "run",
-        help="a classifier, a model of regression or an encoder-decoder: a run, checkpoint, adapter, export, model "
-        "directory or hub name",
-    )
-    verb.add_argument("file", type=os.path.expanduser, help="documents, as the recipe's `path` takes them")
+    verb.add_argument("run", help=_ANY_MODEL)
+    text = "documents or prompts, as the recipe's `path` takes them; their columns are also in the output"
+    verb.add_argument("file", type=os.path.expanduser, help=text)
     text = "write to this file, .jsonl or .csv by its ending (default: JSON lines on stdout)"
     verb.add_argument("--output", type=os.path.expanduser, metavar="FILE", help=text)
     _add_field_arguments(verb)
@@ -88,6 +95,8 @@ def _add_field_arguments(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--text-field", metavar="NAME", help=text)
     text = "the field that holds the second text of a pair, or the target (default: that of the data of the run)"
     verb.add_argument("--pair-field", metavar="NAME", help=text)
+    text = "a field of conversations, as the recipe's `fields` has it: user=Question; may be repeated"
+    verb.add_argument("--field", action="append", metavar="KEY=NAME", help=text)
 
 
 def _add_sampling_arguments(verb: argparse.ArgumentParser) -> None:
@@ -99,13 +108,20 @@ def _add_sampling_arguments(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--seed", type=int, default=0, metavar="N", help="seed of sampling (default: 0)")
 
 
+def _sampling_options(parsed: argparse.Namespace) -> SamplingOptions:
+    return SamplingOptions(parsed.max_new_tokens, parsed.temperature, parsed.top_k, parsed.top_p, parsed.seed)
+
+
 def export(parsed: argparse.Namespace) -> None:
     """Write the adapter, merged model or GGUF file of a run, and verify it."""
+    parsed.kind = "gguf-f16" if parsed.kind == "gguf" else parsed.kind
     if parsed.kind.startswith("gguf"):
         require_installed("gguf", f"--as {parsed.kind}", extra="gguf")
+    from finetune.config.recipe import load_recipe
     from finetune.export import find_weights
 
-    find_weights.locate(Path(parsed.run), parsed.step)
+    run, _, _ = find_weights.locate(Path(parsed.run), parsed.step)
+    find_weights.check_kind(run, load_recipe(run / "recipe.yaml"), parsed.kind)
     arguments.prepare_libraries()
     from finetune.export import export_weights
 
@@ -120,12 +136,12 @@ def export(parsed: argparse.Namespace) -> None:
 
 def generate(parsed: argparse.Namespace) -> None:
     """Generate text with a run, checkpoint, adapter or export."""
+    options = _sampling_options(parsed)
     _prepare_opening(parsed)
-    from finetune.export.generate_text import SamplingOptions, generate_text
+    from finetune.export.generate_text import generate_text
 
     # A file gets the text as it is.
     write = partial(to_stdout if sys.stdout.isatty() else print, end="")
-    options = SamplingOptions(parsed.max_new_tokens, parsed.temperature, parsed.top_k, parsed.top_p, parsed.seed)
     opened = _open(parsed)
     if opened.writes_text and not parsed.chat:
         write(parsed.prompt)
@@ -135,11 +151,10 @@ def generate(parsed: argparse.Namespace) -> None:
 
 def chat(parsed: argparse.Namespace) -> None:
     """Talk in the terminal with a run, checkpoint, adapter or export."""
+    options = _sampling_options(parsed)
     _prepare_opening(parsed)
     from finetune.cli.chat_session import ChatSession
-    from finetune.export.generate_text import SamplingOptions
 
-    options = SamplingOptions(parsed.max_new_tokens, parsed.temperature, parsed.top_k, parsed.top_p, parsed.seed)
     models = {parsed.run: _open(parsed)}
     if parsed.against is not None:
         # --step and --base are of the first.
@@ -151,7 +166,7 @@ def chat(parsed: argparse.Namespace) -> None:
 
 
 def predict(parsed: argparse.Namespace) -> None:
-    """Predict the class or number of each document of a file, tag its words, or write its target."""
+    """Predict a class or number for each document of a file, tag its words, write its target, or answer each prompt."""
     from finetune.config import path_kinds
 
     target = Path(parsed.output) if parsed.output is not None else None
@@ -168,19 +183,16 @@ def predict(parsed: argparse.Namespace) -> None:
     path_kinds.find_files(parsed.file)
     opened = _open(parsed, exact=True)
     opened.require_predictions()
-    writes, numbers = opened.task.paired, opened.task.loss_and_numbers is not None
-    names, key = None if writes or numbers else opened.class_names, "prediction" if writes else "number"
     from finetune.export import evaluate_files, predict_files
     from finetune.utils.atomic_files import write_text
 
     with evaluate_files.told_in_flags():
-        recipe = evaluate_files.recipe_of(opened, [parsed.file], fields=_fields(parsed))
-        found = predict_files.predict_files(opened, recipe, parsed.batch_size, parsed.max_new_tokens)
+        chat = opened.recipe is None and opened.writes_text and bool(opened.tokenizer.chat_template)
+        recipe = evaluate_files.recipe_of(opened, [parsed.file], fields=_fields(parsed, opened), chat=chat)
+        predictions = predict_files.predict_files(opened, recipe, parsed.batch_size, parsed.max_new_tokens)
         to_csv = target is not None and target.suffix == ".csv"
-        if opened.task.tagged:
-            written = (predict_files.span_csv_lines if to_csv else predict_files.span_json_lines)(found)
-        else:
-            written = (predict_files.csv_lines if to_csv else predict_files.json_lines)(found, names, key)
+        lines_of_table = predict_files.span_csv_lines if opened.task.tagged else predict_files.csv_lines
+        written = (lines_of_table if to_csv else predict_files.json_lines)(predictions)
         if target is None:
             sys.stdout.writelines(map(visible, written) if sys.stdout.isatty() else written)
             return
@@ -193,9 +205,27 @@ def predict(parsed: argparse.Namespace) -> None:
     to_stderr(f"Written: {len(lines) - to_csv:,} {what} into {target}.")
 
 
-def _fields(parsed: argparse.Namespace) -> dict[str, str | None]:
+def _given_fields(parsed: argparse.Namespace) -> dict[str, Any]:
     """Keys of a source that the command line gives."""
-    return {name: getattr(parsed, name, None) for name in ("text_field", "pair_field", "label_field")}
+    fields = {name: getattr(parsed, name, None) for name in ("text_field", "pair_field", "label_field", "field")}
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _fields(parsed: argparse.Namespace, opened: "LoadedModel") -> dict[str, Any]:
+    """Keys of a source that the command line gives, each of which a model reads."""
+    task, fields = opened.task, _given_fields(parsed)
+    read = {"text_field": True, "label_field": task.labelled, "field": opened.writes_text}
+    read["pair_field"] = (task.labelled and not task.tagged) or (task.paired and parsed.verb == "eval")
+    if unread := [name for name in fields if not read[name]]:
+        flag, readers = unread[0].replace("_", "-"), _READERS[unread[0]]
+        raise RecipeError(f"--{flag} is for {readers}, and {parsed.run} is none. Leave it out.")
+    pairs = {}
+    for word in fields.pop("field", ()):
+        key, equals, name = word.partition("=")
+        if not (key and equals and name):
+            raise RecipeError(f"--field {word} is not of the form KEY=NAME, such as user=Question.")
+        pairs[key] = name
+    return fields | ({"fields": pairs} if pairs else {})
 
 
 def evaluate(parsed: argparse.Namespace) -> None:
@@ -214,7 +244,7 @@ def evaluate(parsed: argparse.Namespace) -> None:
     from finetune.export import evaluate_files
 
     with evaluate_files.told_in_flags():
-        recipe = evaluate_files.recipe_of(opened, parsed.data, fields=_fields(parsed), chat=parsed.chat)
+        recipe = evaluate_files.recipe_of(opened, parsed.data, fields=_fields(parsed, opened), chat=parsed.chat)
         found = evaluate_files.evaluate_files(opened, recipe, to_stderr)
     if parsed.json:
         print(json.dumps(found))
@@ -257,9 +287,8 @@ def _print_classes(found: dict[str, Any]) -> None:
 def _evaluate_harness(parsed: argparse.Namespace) -> None:
     from finetune.utils.console import plain_console
 
-    for name, value in _fields(parsed).items():
-        if value is not None:
-            raise RecipeError(f"--{name.replace('_', '-')} is for --data. Leave it out.")
+    for name in _given_fields(parsed):
+        raise RecipeError(f"--{name.replace('_', '-')} is for --data. Leave it out.")
     options = {option: getattr(parsed, option) for option in _HARNESS_OPTIONS}
     for option, value in options.items():
         if value is not None and value < (least := _HARNESS_OPTIONS[option]):

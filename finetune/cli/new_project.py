@@ -128,7 +128,7 @@ class KeptRecipe:
     text: str
     recipe: Recipe
     lines: tuple[str, ...]
-    """Lines on the data, and how to go on."""
+    """Lines on the data, and whether the recipe is there already."""
 
 
 def make_recipe(project: Project, overrides: Sequence[str], *, quiet: bool = False) -> KeptRecipe:
@@ -156,7 +156,7 @@ def make_recipe(project: Project, overrides: Sequence[str], *, quiet: bool = Fal
             )
     else:
         draft = _draft_recipe(replace(project, output=folder), place)
-        text, lines = draft.text(), [*draft.lines, f"Recipe: {file}"]
+        text, lines = draft.text(), [*draft.lines]
         if overrides:
             trees = recipe_layers(parse(text, RecipeLoader), overrides, "the recipe that is made", quiet=quiet)
             validate_recipe(tree := trees[-1], Origin("The recipe that is made", trees[0], overrides), BUILT_IN)
@@ -164,12 +164,6 @@ def make_recipe(project: Project, overrides: Sequence[str], *, quiet: bool = Fal
         text = f"# {command}\n{text}"
     recipe = validate_recipe(parse(text, RecipeLoader), str(file), BUILT_IN)
     path_kinds.check_paths(recipe)
-    run = shell_word(recipe.output.dir)
-    use = f"chat {run}" if recipe.chat is not None else f"generate {run} --prompt TEXT"
-    if recipe.task.name == classification.NAME:
-        use = f"predict {run} FILE"
-    lines.append(f"When it is trained: `finetune {use}`.")
-    lines.append(f"To go on from it, edit it and run `finetune train {file} output.dir=runs/NEW`.")
     return KeptRecipe(file, text, recipe, tuple(lines))
 
 

@@ -67,8 +67,12 @@ def cluster_job(
     resolve_for_devices(recipe, foreseen.launch, Devices(foreseen.local), foreseen.env)
     words = [shipped_word(folder, file) for folder, file in zip((LAUNCH_FILES, RECIPES), files, strict=True)]
     output = recipe.output.dir
-    if kind != "slurm":
-        _check_inside({"The launch file": words[0], "The recipe": words[1], "output.dir": output})
+    for what, path in {"The launch file": words[0], "The recipe": words[1], "output.dir": output}.items():
+        if kind != "slurm" and (os.path.isabs(path) or ".." in PurePosixPath(path).parts):
+            raise RecipeError(
+                f"{what} is {path}, which is not below the current folder. That folder is what the containers have, "
+                "under another path: name it relative, such as runs/mine or recipe.yaml."
+            )
     name = "finetune-" + re.sub("[^a-z0-9]+", "-", Path(words[1]).stem.lower()).strip("-")[:40].strip("-")
     given_options = [word for option, value in options.items() for word in (f"--{option}", value)]
     command = shell_command(["finetune", "launch", "--config_file", words[0], *given_options, words[1], *overrides])
@@ -94,13 +98,3 @@ def cluster_job(
         requeue=REQUEUE,
         user_error=USER_ERROR,
     )
-
-
-def _check_inside(paths: Mapping[str, str]) -> None:
-    """Refuses files that are not in the project folder, which is all that a container has of this machine."""
-    for what, path in paths.items():
-        if os.path.isabs(path) or ".." in PurePosixPath(path).parts:
-            raise RecipeError(
-                f"{what} is {path}, which is not below the current folder. That folder is what the containers have, "
-                "under another path: name it relative, such as runs/mine or recipe.yaml."
-            )

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from finetune.cli import arguments
 from finetune.training.entry_point import DRY_RUN_HELP, add_recipe_arguments, load_checked
 from finetune.utils import hub_access
-from finetune.utils.errors import RecipeError
+from finetune.utils.errors import DataError, RecipeError
 from finetune.utils.hub_access import go_offline_if_unreachable
 from finetune.utils.library_imports import quick_imports, silence_libraries
-from finetune.utils.quoting import to_stderr, to_stdout
+from finetune.utils.quoting import shell_command, to_stderr, to_stdout
 from finetune.utils.shipped_files import recipe_file
 
 if TYPE_CHECKING:
@@ -129,11 +129,19 @@ def sft(parsed: argparse.Namespace) -> None:
     """Fine-tune a model on your data in one command: the recipe is made, run, and kept in the run directory."""
     _check_project(parsed)
     from finetune.cli.new_project import Project, make_recipe
+    from finetune.data.source_survey import UnknownColumns
     from finetune.utils import atomic_files
     from finetune.utils.temporary_folders import temporary_folder
 
     project = Project(parsed.task, parsed.model, parsed.data, parsed.adapters, parsed.output)
-    made = make_recipe(project, parsed.overrides, quiet=parsed.quiet)
+    try:
+        made = make_recipe(project, parsed.overrides, quiet=parsed.quiet)
+    except UnknownColumns as error:
+        asked = DataError(f"{error} Name them behind the command: {error.keys}.")
+        if error.overrides:
+            command = shell_command(["finetune", *parsed.typed, *error.overrides])
+            asked.lines = (f"{asked} By what they hold, this may be it:", f"  {command}")
+        raise asked from error
     parsed.overrides = []
     if not parsed.quiet:
         to_stdout("\n".join(made.lines))
@@ -143,6 +151,9 @@ def sft(parsed: argparse.Namespace) -> None:
         with atomic_files.explain_unwritable(folder):
             folder.mkdir(parents=True, exist_ok=True)
             atomic_files.write_text(file, made.text)
+        if not (parsed.dry_run or parsed.quiet):
+            again = shell_command(["finetune", "train", str(file), "output.dir=runs/NEW"])
+            to_stdout(f"Recipe: {file}. To change it, edit it and run `{again}`.")
         parsed.recipe = str(file)
         _start(parsed)
 
@@ -164,9 +175,15 @@ def init(parsed: argparse.Namespace) -> None:
     """Create a project that runs as it is: recipe, launch files, README."""
     _check_project(parsed)
     from finetune.cli.new_project import Project, write_project
+    from finetune.data.source_survey import UnknownColumns
 
     project = Project(parsed.task, parsed.model, parsed.data, parsed.adapters)
-    to_stdout("\n".join(write_project(Path(parsed.folder), project)))
+    try:
+        lines = write_project(Path(parsed.folder), project)
+    except UnknownColumns as error:
+        advice = f"`finetune init` takes no names: call the columns {error.names} in the file, or use `finetune sft`."
+        raise DataError(f"{error} {advice}") from error
+    to_stdout("\n".join(lines))
 
 
 def convert(parsed: argparse.Namespace) -> None:

@@ -21,7 +21,7 @@ def add_verbs(verbs: Any) -> None:
 
     verb = arguments.add_verb(verbs, parity)
     verb.add_argument("recipe", type=recipe_file, help="a recipe, by name or path, or the directory of a finished run")
-    text = "a value that replaces the recipe's; or the directory of the other run"
+    text = "a value that replaces the recipe's; or the directory of another run, as many as there are"
     verb.add_argument("overrides", nargs="*", metavar="key.key=value", help=text)
     verb.add_argument("--on", metavar="A,B,…", help="launch files, by name or path; the first is the reference")
     text = "processes of each run, instead of its launch file's: 1 on a machine with one GPU"
@@ -74,21 +74,21 @@ def audit(parsed: argparse.Namespace) -> int:
 
 
 def parity(parsed: argparse.Namespace) -> int:
-    """Compare a recipe under several launch files, or two finished runs, step by step."""
+    """Compare a recipe under several launch files, or finished runs with the first of them, step by step."""
     arguments.prepare_libraries()
     if not Path(parsed.recipe).is_dir():
         return _compare_launches(parsed)
-    if len(parsed.overrides) != 1 or parsed.on or parsed.inject or parsed.shrink or parsed.to:
+    if not parsed.overrides or parsed.on or parsed.inject or parsed.shrink or parsed.to:
         raise RecipeError(
-            f"{parsed.recipe} is a directory: finished runs are compared as `finetune parity RUN_A RUN_B`, with no "
+            f"{parsed.recipe} is a directory: finished runs are compared as `finetune parity RUN_A RUN_B …`, with no "
             "option but --json. To launch, give a recipe and `--on single,ddp`."
         )
     from finetune.diagnostics.parity.compare import compare_runs, read_finished
 
-    places = [Path(parsed.recipe), Path(parsed.overrides[0]).expanduser()]
-    alike = places[0].name == places[1].name
-    runs = [read_finished(place, str(place) if alike else place.name) for place in places]
-    return _print_comparisons(parsed, [compare_runs(*runs)])
+    places = [Path(parsed.recipe), *(Path(other).expanduser() for other in parsed.overrides)]
+    alike = len({place.name for place in places}) < len(places)
+    first, *others = (read_finished(place, str(place) if alike else place.name) for place in places)
+    return _print_comparisons(parsed, [compare_runs(first, other) for other in others])
 
 
 def _compare_launches(parsed: argparse.Namespace) -> int:

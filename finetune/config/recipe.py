@@ -464,10 +464,14 @@ def task_conflicts(recipe: Recipe, task: TaskTraits) -> Iterable[str]:
     for place, source in sources.items() if (task.text or task.paired) and not task.labelled else ():
         if source.label_field != "label":
             yield f"{place}.label_field: {recipe.task.name} reads no labels; remove it"
-    if section.patience is not None and best_by is None:
-        yield "eval.patience: checkpoint.keep_best_by is null, so that no evaluation is better than another; name a key"
-    if section.patience is not None and section.every_steps is None and section.per_epoch is None:
-        yield "eval.patience: nothing is evaluated before the end of the run; give `eval.every_steps` or `per_epoch`"
+    wants_best = {"eval.patience": section.patience is not None, "output.model": recipe.output.model == "best"}
+    for key in (key for key, wanted in wants_best.items() if wanted):
+        if best_by is None:
+            yield f"{key}: checkpoint.keep_best_by is null, so that no evaluation is better than another; name a key"
+        if section.every_steps is None and section.per_epoch is None:
+            yield f"{key}: nothing is evaluated before the end of the run; give `eval.every_steps` or `per_epoch`"
+    if wants_best["output.model"] and not recipe.output.save_model:
+        yield "output.model: output.save_model is false, so that no model is written; remove one of them"
     if best_by is not None and not own and not both:
         written = ("perplexity", "accuracy") if task.paired else ("perplexity",)
         also = written if task.text else fixed or ("accuracy", "recall_macro")

@@ -107,6 +107,9 @@ class OutputSection(Section):
     """Delete a run that is in the directory, with its checkpoints and exports, and start again."""
     save_model: bool = True
     """Write the final model to `DIR/model`."""
+    model: Literal["last", "best"] = "last"
+    """The weights of `DIR/model`, and what commands take of the finished run: those of the last step, or of the best
+    evaluation by `checkpoint.keep_best_by`, which is saved as a checkpoint."""
 
 
 class CheckpointSection(Section):

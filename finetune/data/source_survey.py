@@ -11,7 +11,7 @@ from finetune.config.recipe_schema import Recipe, Source
 from finetune.data.chat.chat_encoder import ChatEncoder
 from finetune.data.chat.chat_templates import find_template
 from finetune.data.class_labels import KnownClasses
-from finetune.data.sources.column_names import as_overrides, guess_chat_fields, guess_field
+from finetune.data.sources.column_names import guess_chat_fields, guess_field
 from finetune.data.sources.conversation_formats import AS_IT_IS, RecordForm, Tolerance, find_format
 from finetune.data.sources.corpus import open_source
 from finetune.data.tokenization.tokenizer import Encoder, load_tokenizer
@@ -24,6 +24,32 @@ _MOST_TOKENISED = 1_000
 # Of columns with a known name: more values than this, and than a tenth of the documents, are no classes.
 _MOST_CLASSES = 50
 _SOURCE = "data.train.0"
+# Records in which columns are looked for whose names say nothing.
+_LOOKED_AT = 200
+# Names of columns, in small letters, that are no text to learn.
+_NO_TEXT = ("id", "url", "source", "date")
+
+
+class UnknownColumns(DataError):
+    """Records whose fields have no names that are known."""
+
+    def __init__(self, text: str, kind: Kind | None, likely: Mapping[str, str]) -> None:
+        """
+        Args:
+            kind: What the records are to be; None if that is not known either.
+            likely: Keys of the source that they may have.
+        """
+        super().__init__(text)
+        self.overrides = tuple(f"{_SOURCE}.{key}={name}" for key, name in likely.items())
+        keys = {
+            "text_field=…": ("text", "labelled"),
+            "label_field=… of classes": ("labelled",),
+            "fields.user=… and fields.assistant=… of conversations": ("conversations",),
+        }
+        self.keys = ", ".join(f"{_SOURCE}.{key}" for key, of in keys.items() if kind is None or kind in of)
+        names = {"labelled": "`text` and `label`", "conversations": "`question` and `answer`"}
+        self.names = names.get(kind or "", "`text`, or `question` and `answer`")
+        """Names of columns that are known."""
 
 
 @dataclass(frozen=True)
@@ -74,10 +100,10 @@ def survey_source(path: str, kind: Kind | None = None, given: Mapping[str, Any] 
         AS_IT_IS, (given or {}).get("fields", {}), {}, "text", strip=True, tolerance=Tolerance(lenient=False)
     )
     split = {"split": given["split"]} if given and "split" in given else {}
-    first = next(open_source(Source(path=path, **split), form=raw).documents(), None)
-    if first is None:
+    first = [*itertools.islice(open_source(Source(path=path, **split), form=raw).documents(), _LOOKED_AT)]
+    if not first:
         raise DataError(f"{path} holds no documents. Name a file with some.")
-    found, keys = _describe(json.loads(first.text), kind, given or {}, first.where)
+    found, keys = _describe([json.loads(document.text) for document in first], kind, given or {}, first[0].where)
     keys |= split
     tolerance = Tolerance(lenient=False)
     form = None
@@ -120,13 +146,14 @@ def survey_source(path: str, kind: Kind | None = None, given: Mapping[str, Any] 
 
 
 def _describe(
-    record: Mapping[str, Any], kind: Kind | None, given: Mapping[str, Any], where: str
+    records: Sequence[Mapping[str, Any]], kind: Kind | None, given: Mapping[str, Any], where: str
 ) -> tuple[Kind, dict[str, Any]]:
-    """Tells what a record is, and the keys of its source.
+    """Tells what the first of some records is, and the keys of its source.
 
     Raises:
-        DataError: If no meaning is known for its fields.
+        UnknownColumns: If no meaning is known for its fields.
     """
+    record = records[0]
     form, fields = find_format(record), given.get("fields") or guess_chat_fields(record)
     named = "text_field" in given or "label_field" in given
     if kind == "conversations" or (kind is None and not named):
@@ -137,13 +164,14 @@ def _describe(
     label = None if kind == "text" else given.get("label_field") or guess_field(record, "label_field")
     # A single text needs no name that is known.
     texts = [name for name, value in record.items() if isinstance(value, str) and name != label]
-    others = [name for name in texts if name.lower() not in ("id", "url", "source", "date")]
+    others = [name for name in texts if name.lower() not in _NO_TEXT]
     text = given.get("text_field") or guess_field(texts, "text_field") or (others[0] if len(others) == 1 else None)
     if text is None or (kind == "labelled" and label is None) or kind == "conversations":
         wanted = {"conversations": "conversations", "labelled": "texts with a class"}.get(kind or "", "text")
-        raise DataError(
-            f"{where}: the fields are {', '.join(record) or 'none'}, and by their names these are no {wanted}. "
-            f"{_naming(record, kind, text, label)}"
+        raise UnknownColumns(
+            f"{where}: the fields are {', '.join(record) or 'none'}, and by their names these are no {wanted}.",
+            kind,
+            _likely_columns(records, kind, given, text, label),
         )
     keys = {"text_field": text} if text != "text" else {}
     if label is None:
@@ -151,32 +179,32 @@ def _describe(
     return "labelled", keys | ({"label_field": label} if label != "label" else {})
 
 
-def _naming(record: Mapping[str, Any], kind: Kind | None, text: str | None, label: str | None) -> str:
-    """Says how fields are named whose names say nothing.
+def _likely_columns(
+    records: Sequence[Mapping[str, Any]],
+    kind: Kind | None,
+    given: Mapping[str, Any],
+    text: str | None,
+    label: str | None,
+) -> dict[str, str]:
+    """Returns the keys of a source that some records may have, but those given; none where there are too few columns.
 
     Args:
         text: The field that holds the texts, if that is known.
         label: Likewise, for their classes.
     """
-    if kind == "labelled":
-        left = [name for name in record if name not in (text, label)]
-        if label is None and text is not None and len(left) == 1:
-            label = left[0]
-        columns, known = "`text` and `label`", {"text_field": text, "label_field": label}
-        words = (as_overrides(_SOURCE, {key: name}) if name else f"{_SOURCE}.{key}=…" for key, name in known.items())
-        keys = " ".join(words)
-    elif kind == "conversations":
-        columns, keys = "`question` and `answer`", f"{_SOURCE}.fields.user=… {_SOURCE}.fields.assistant=…"
-    else:
-        columns = "`text`, or `question` and `answer`"
-        keys = (
-            f"{_SOURCE}.text_field=… of texts, {_SOURCE}.label_field=… of their classes, {_SOURCE}.fields.user=… "
-            f"{_SOURCE}.fields.assistant=… of conversations"
-        )
-    return (
-        f"Name them in a recipe, or behind `finetune sft`: {keys} (`finetune init` takes no names: for it, call "
-        f"the columns {columns} in the file)."
-    )
+    values = {name: [record.get(name) for record in records] for name in records[0] if name.lower() not in _NO_TEXT}
+    # Columns whose values repeat.
+    classes = [name for name, column in values.items() if 1 < len({*map(str, column)}) <= max(2, len(column) // 5)]
+    texts = [name for name, column in values.items() if all(isinstance(value, str) for value in column)]
+    texts = [name for name in texts if name != label and (name not in classes or kind == "conversations")]
+    if kind == "labelled" or "label_field" in given or (kind is None and (label or classes) and len(texts) == 1):
+        text = text or next(iter(texts), "")
+        label = label or next((name for name in [*classes, *values] if name != text), "")
+        likely = {"text_field": text, "label_field": label} if text and label else {}
+        return {key: name for key, name in likely.items() if key not in given}
+    if len(texts) > 1:
+        return {"fields.user": texts[0], "fields.assistant": texts[1]}
+    return {"text_field": texts[0]} if texts and kind is None else {}
 
 
 def token_lengths(survey: SourceSurvey, recipe: Recipe) -> list[int]:

@@ -32,7 +32,8 @@ _FLAGS = {
     r"give the recipe a `chat` section if these are conversations: 'chat=\{\}' .*?(?=\.( |$))": (
         "write these as a list `messages` and add --chat if they are conversations"
     ),
-    r"Name the fields in the source's `fields`, .*": "Give them the names of one of these formats.",
+    r"Name the fields in the source's `fields`, .*": "Name them by --field user=… --field assistant=….",
+    r"name another field: the source's fields: \{(\w+): …\}": r"name another by --field \1=…",
     r"data\.(train|validation)(\.\d+\.path)?( (or|and) data\.(train|validation))?": "--data",
     r"(the source's )?`text_field`": "--text-field",
     r"(the source's )?`pair_field`": "--pair-field",
@@ -42,14 +43,14 @@ _FLAGS = {
 
 
 def recipe_of(
-    opened: LoadedModel, files: Sequence[str], *, fields: Mapping[str, str | None] | None = None, chat: bool = False
+    opened: LoadedModel, files: Sequence[str], *, fields: Mapping[str, Any] | None = None, chat: bool = False
 ) -> Recipe:
     """Returns a recipe that reads the files as the run reads its own data, or as packed documents if it is no run.
 
     Where the network, as it is opened, would let packed documents see each other, each gets a row of its own.
 
     Args:
-        fields: Keys of a source, such as `text_field`, that replace the run's where they are given.
+        fields: Keys of a source, such as `text_field`, that replace the run's.
         chat: They hold conversations, though it is no run that says so.
     """
     longest = min(_LONGEST, opened.longest or _LONGEST)
@@ -70,7 +71,9 @@ def recipe_of(
     origin = {**origin, **{key: value for key, value in about.items() if key in origin}}
     if chat:
         tree.setdefault("chat", {})
-    origin |= {key: value for key, value in (fields or {}).items() if value is not None}
+    origin |= fields or {}
+    if "chat" in tree and "text_field" in (fields or {}):
+        origin |= {"format": "text", "fields": {}}
     tree["data"] |= {"train": [], "validation": [{**origin, "path": file} for file in files]}
     if opened.task.labelled or opened.task.paired:
         tree["data"]["packing"] = "padded"
@@ -95,7 +98,7 @@ def told_in_flags() -> Iterator[None]:
         text = str(error)
         for key, flag in _FLAGS.items():
             text = re.sub(key, flag, text)
-        raise type(error)(text) from error
+        raise (DataError if isinstance(error, DataError) else RecipeError)(text) from error
 
 
 def evaluate_files(

@@ -29,6 +29,7 @@ from finetune.models.heads import Head
 from finetune.tasks.task import TaskData
 from finetune.tasks.task_lookup import find_task
 from finetune.utils.atomic_files import lock_file, remove_path, sync_files, sync_to_disk, write_json
+from finetune.utils.compat import accelerate_private  # noqa: F401 - or saving imports DeepSpeed, which warns
 from finetune.utils.errors import CheckpointError, FinetuneError, RecipeError
 
 Say = Callable[[str], None]
@@ -103,8 +104,7 @@ def export_weights(
     with found.held, _only_writer(target):
         recipe = merge.with_base(found, base)
         head = merge.source_head(found)
-        if kind == "adapter":
-            _check_has_adapter(found)
+        find_weights.check_kind(found.run, recipe, kind)
         ready = _build_data(found, recipe, say)
         job = _Export(found, recipe, ready, kind, shard_size, head, merge.config_of(found, recipe, ready))
         if kind == "adapter":
@@ -292,19 +292,6 @@ def _check_base_opens(job: _Export) -> None:
             f"{section.name} is stored in 4 bits and lacks {', '.join(lacking)}, which transformers cannot draw there: "
             "nobody could open an adapter on it. Use --as merged or --as merged-16bit."
         )
-
-
-def _check_has_adapter(found: WeightSource) -> None:
-    recipe = found.recipe
-    if recipe.lora is None:
-        why = "trained all weights (its recipe has no lora section), so there is no adapter"
-    elif recipe.model.rope_scaling is not None:
-        why = "stretched the positions of its base (model.rope_scaling), of which an adapter says nothing"
-    elif recipe.model.name is None:
-        why = "put its adapter onto random weights, which lie in no folder that peft could open"
-    else:
-        return
-    raise RecipeError(f"{found.run} {why}. Use --as merged or --as merged-16bit.")
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from finetune.checkpoint.run_facts import RUN, read_facts
 from finetune.config import path_kinds
 from finetune.config.recipe import load_recipe
 from finetune.config.recipe_schema import Recipe
-from finetune.utils.errors import CheckpointError
+from finetune.utils.errors import CheckpointError, RecipeError
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,7 @@ def find_weights(
 ) -> WeightSource:
     """Returns the weights that a run or checkpoint holds, every byte compared with a checkpoint's manifest.
 
-    Of a run it is the step that is asked for, else the last: the newest checkpoint's, or what `model/` holds if the
-    run continued after that.
+    Of a run it is the step that is asked for, else that of `model/` if it has finished, else the newest checkpoint's.
 
     Args:
         runs: Keys of its recipe whose code the caller runs; by default what opening a network may run.
@@ -91,7 +90,7 @@ def find_weights(
     run, store, name = locate(place, step)
     with ExitStack() as stack:
         if name is None:
-            weights, step = run / "model", _facts(run).get("length", {}).get("num_steps")
+            weights, step = run / "model", _model_step(_facts(run))
         else:
             try:
                 stack.enter_context(store.hold(name))
@@ -146,15 +145,28 @@ def locate(place: Path, step: int | None) -> tuple[Path, CheckpointStore, str | 
         return place, checkpoints, name_of(step)
     newest = next(iter(names), None)
     facts = _facts(place)
-    last = facts.get("length", {}).get("num_steps")
-    if "finished" in facts and (place / "model").is_dir() and (newest is None or step_of(newest) != last):
-        return place, checkpoints, None
+    if "finished" in facts and (place / "model").is_dir():
+        return place, checkpoints, next((name for name in names if step_of(name) == _model_step(facts)), None)
     if newest is None:
         raise CheckpointError(
             f"{place} holds no weights: it has no checkpoint, and no model/ of a finished run. Let it train to a "
             "checkpoint (checkpoint.every_steps) or to its end."
         )
     return place, checkpoints, newest
+
+
+def check_kind(run: Path, recipe: Recipe, kind: str) -> None:
+    """Raises a `RecipeError` if an adapter is to be written of a run that has none which peft could open."""
+    if recipe.lora is None:
+        why = "trained all weights (its recipe has no lora section), so there is no adapter"
+    elif recipe.model.rope_scaling is not None:
+        why = "stretched the positions of its base (model.rope_scaling), of which an adapter says nothing"
+    elif recipe.model.name is None:
+        why = "put its adapter onto random weights, which lie in no folder that peft could open"
+    else:
+        return
+    if kind == "adapter":
+        raise RecipeError(f"{run} {why}. Use --as merged or --as merged-16bit.")
 
 
 def _check_links(run: Path) -> None:
@@ -168,6 +180,12 @@ def _check_links(run: Path) -> None:
 
 def _is_checkpoint(place: Path) -> bool:
     return checkpoint_store.find_checkpoint(place)[1] is not None or step_of(place.name) is not None
+
+
+def _model_step(facts: dict[str, Any]) -> int | None:
+    """Returns the step whose weights a finished run has written into `model/`."""
+    step: int | None = facts.get("results", {}).get("model_step", facts.get("length", {}).get("num_steps"))
+    return step
 
 
 def _facts(run: Path) -> dict[str, Any]:

@@ -1,36 +1,17 @@
 """Streams text from a loaded model until a stop token."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any
 
 import torch
 
 from finetune.export.load_model import LoadedModel
+from finetune.export.sampling_options import SamplingOptions
 from finetune.models import prompts
 from finetune.models.lora_adapters import transformer
-from finetune.utils.errors import DataError, RecipeError
-
-
-@dataclass(frozen=True)
-class SamplingOptions:
-    """Choice of the next token. Temperature 0 takes the likeliest."""
-
-    max_new_tokens: int = 200
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float | None = None
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        least = {"max_new_tokens": (self.max_new_tokens, 1), "top_k": (self.top_k, 1)}
-        for name, (value, smallest) in least.items():
-            if value is not None and value < smallest:
-                raise RecipeError(f"{name} is {value}; give {smallest} or more.")
-        if not 0 <= self.temperature < float("inf"):
-            raise RecipeError(f"temperature is {self.temperature}; give 0 (always the likeliest token) or more.")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise RecipeError(f"top_p is {self.top_p}; give more than 0, and 1 at the most.")
+from finetune.utils.errors import DataError
 
 
 @dataclass
@@ -94,21 +75,40 @@ def generate_text(
     room = options.max_new_tokens if longest is None else min(options.max_new_tokens, longest - taken)
     if room < 1 or (longest is not None and len(ids) > longest):
         raise DataError(f"The prompt has {len(ids)} tokens, and the model knows {longest} positions. Shorten it.")
-    network: Any = transformer(opened.network)
-    sampled = options.temperature > 0
     stream = _Stream(tokenizer, write)
+    generate_tokens(opened, [ids], replace(options, max_new_tokens=room), encoded=encoded, streamer=stream)
+    return stream.written
+
+
+def generate_tokens(
+    opened: LoadedModel,
+    ids: Sequence[Sequence[int]],
+    options: SamplingOptions,
+    *,
+    encoded: bool = False,
+    streamer: Any = None,
+) -> list[list[int]]:
+    """Returns the tokens behind each of several prompts of one length, without the token that ends a text.
+
+    Args:
+        encoded: True if an encoder reads the prompts.
+        streamer: Of transformers, for a single prompt; gets each token as it comes.
+    """
+    network: Any = transformer(opened.network)
+    tokenizer, sampled = opened.tokenizer, options.temperature > 0
     paddings = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
-    inputs = torch.tensor([ids], device=opened.device)
+    stops = prompts.stop_tokens(network.generation_config, tokenizer, opened.ends)
+    inputs = torch.tensor(ids, device=opened.device)
     torch.manual_seed(options.seed)
     with torch.no_grad():
-        network.generate(
+        written = network.generate(
             input_ids=inputs,
             attention_mask=torch.ones_like(inputs),
-            max_new_tokens=room,
-            eos_token_id=prompts.stop_tokens(network.generation_config, tokenizer, opened.ends) or None,
+            max_new_tokens=options.max_new_tokens,
+            eos_token_id=stops or None,
             pad_token_id=next(token for token in paddings if token is not None),
             decoder_start_token_id=prompts.decoder_start(network) if encoded else None,
-            streamer=stream,
+            streamer=streamer,
             # All are given: whatever the model's own generation config says of sampling must not mix in.
             do_sample=sampled,
             temperature=options.temperature if sampled else None,
@@ -117,4 +117,5 @@ def generate_text(
             num_beams=1,
             repetition_penalty=1.0,
         )
-    return stream.written
+    begin = 1 if encoded else inputs.shape[1]
+    return [[*takewhile(lambda token: token not in stops, row[begin:])] for row in written.tolist()]

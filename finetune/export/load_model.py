@@ -76,7 +76,7 @@ class LoadedModel:
 
     def require_predictions(self) -> None:
         """Raises a `RecipeError` if it gives a document neither a class, nor a number, nor a text."""
-        if not self.task.paired:
+        if not (self.task.paired or self.writes_text):
             self.require_labels()
 
     def require_labels(self) -> None:

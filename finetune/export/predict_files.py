@@ -3,31 +3,35 @@
 import csv
 import io
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import groupby, islice
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from finetune.config.recipe_schema import Recipe
-from finetune.data.progress_bar import documents_bar
+from finetune.data.progress_bar import documents_bar, rows_bar
 from finetune.data.rows import packed_rows
 from finetune.data.rows.packed_rows import TokenRows
 from finetune.data.sources.corpus import Chosen, Rules, choose_texts, open_source
 from finetune.data.tokenization import tokenizer
 from finetune.data.tokenization.tokenizer import Encoded, Encoder, batch_documents
+from finetune.export.generate_text import generate_tokens
 from finetune.export.load_model import LoadedModel
+from finetune.export.sampling_options import SamplingOptions
 from finetune.models import lora_adapters, prompts
+from finetune.tasks import prompt_set
 from finetune.tasks.tag_spans import TagScheme, list_spans
+from finetune.utils.errors import DataError
 from finetune.utils.to_device import batch_to_device
 
+Prediction = tuple[Mapping[str, Any], dict[str, Any]]
+"""A record, and what is predicted for it."""
 
-class Prediction(NamedTuple):
-    """The class of a document, its number, or the text that is written for it; without tokens it has none."""
-
-    label: str | float | None
-    probabilities: list[float]
-    """(C,), in the order of the classes; empty for a number or text, and where the document has no text."""
+# Prompts of which those of one length are computed together.
+_AT_A_TIME = 512
 
 
 class SpanPrediction(NamedTuple):
@@ -46,10 +50,12 @@ class SpanPrediction(NamedTuple):
 
 def predict_files(
     opened: LoadedModel, recipe: Recipe, micro_size: int = 32, max_new_tokens: int = 200
-) -> Iterator[Any]:
-    """Yields the class, number or text of each document of the recipe's validation sources, in their order.
+) -> Iterator[Prediction]:
+    """Yields the records of the recipe's validation sources, in their order, and what is predicted for each.
 
-    Where words are tagged it is a list of `SpanPrediction`, else a `Prediction`.
+    That is a `prediction`, None where there is no text: the class, with `probabilities` of all classes; the number; or
+    the text that is written, which of a language model answers or continues a prompt. Where words are tagged it is
+    `spans`, a list of `SpanPrediction`.
 
     Texts become rows as an evaluation makes them, so that the classes are those that it counts.
 
@@ -62,11 +68,14 @@ def predict_files(
         DataError: If a source cannot be read.
     """
     opened.require_predictions()
+    if opened.writes_text:
+        yield from _answers(opened, recipe, micro_size, max_new_tokens)
+        return
     data, writes, learned = recipe.data, opened.task.paired, opened.task.learned
     names = () if writes else opened.class_names
     # A target is what is asked for.
     sources = [source.model_copy(update={"pair_field": None}) if writes else source for source in data.validation]
-    corpora = [open_source(source, learned, labels=False) for source in sources]
+    corpora = [open_source(source, learned, labels=False, keep=True) for source in sources]
     rules = Rules(data.strip, data.lowercase, 0.0)
     pairs = any(source.pair_field is not None for source in sources)
     encoder = Encoder(opened.tokenizer, learned, num_workers=data.num_workers, pairs=pairs)
@@ -83,19 +92,23 @@ def predict_files(
                 starts = np.cumsum(encoded.lengths) - encoded.lengths
                 for item, length, start in zip(batch, encoded.lengths.tolist(), starts.tolist(), strict=True):
                     scores: Any = next(found) if length else None
+                    record = item.record or {}
                     if encoded.words is not None:
                         words = json.loads(item.text) if item.text else []
                         begun = encoded.words[start : start + length]
                         places = begun[begun >= 0][: 0 if scores is None else len(scores)].tolist()
                         untagged += len(words) - len(places)
-                        yield _spans(words, places, scores, names) if scores is not None else []
-                        continue
-                    if scores is None or isinstance(scores, str):
-                        yield Prediction(scores, [])
+                        yield record, {"spans": _spans(words, places, scores, names) if scores is not None else []}
+                    elif writes:
+                        yield record, {"prediction": scores}
                     elif opened.task.loss_and_numbers is not None:
-                        yield Prediction(float(scores), [])
+                        yield record, {"prediction": None if scores is None else _rounded(scores)}
                     else:
-                        yield Prediction(names[int(scores.argmax())], scores.softmax(-1).tolist())
+                        shares = None
+                        if scores is not None:
+                            shares = dict(zip(names, map(_rounded, scores.softmax(-1).tolist()), strict=True))
+                        label = names[int(scores.argmax())] if scores is not None else None
+                        yield record, {"prediction": label, "probabilities": shares}
                 empty += int((encoded.lengths == 0).sum())
                 bar.advance(len(batch), before + batch[-1].read)
             before += corpus.size or 0
@@ -184,45 +197,77 @@ def _texts(opened: LoadedModel, rows: TokenRows, micro_size: int, max_new_tokens
     return found
 
 
-def json_lines(predictions: Iterable[Prediction], names: Sequence[str] | None, key: str = "number") -> Iterator[str]:
-    """Yields a line of JSON for each document.
+def _answers(opened: LoadedModel, recipe: Recipe, micro_size: int, max_new_tokens: int) -> Iterator[Prediction]:
+    """Texts that a language model writes behind prompts, always the likeliest token; those of one length together."""
+    asked, longest = [*prompt_set.read_questions(recipe, opened.tokenizer)], opened.longest
+    for _, ids, where in asked:
+        if longest is not None and len(ids) >= longest:
+            raise DataError(
+                f"{where}: the prompt has {len(ids)} tokens, and the model knows {longest} positions: there is no room "
+                "for an answer. Shorten or remove the record."
+            )
+    decode = partial(opened.tokenizer.decode, skip_special_tokens=True)
+    with rows_bar("answering", len(asked)) as advance:
+        for start in range(0, len(asked), _AT_A_TIME):
+            texts: dict[int, str] = {}
+            part = sorted(enumerate(asked[start : start + _AT_A_TIME]), key=lambda item: len(item[1][1]))
+            for length, alike in groupby(part, lambda item: len(item[1][1])):
+                room = max_new_tokens if longest is None else min(max_new_tokens, longest - length)
+                while length and (share := {number: ids for number, (_, ids, _) in islice(alike, micro_size)}):
+                    written = generate_tokens(opened, [*share.values()], SamplingOptions(room))
+                    for (number, ids), new in zip(share.items(), written, strict=True):
+                        # Decoded behind its prompt: alone, the first word of some tokenizers loses its space.
+                        texts[number] = decode([*ids, *new])[len(decode(ids)) :].strip()
+                    advance(len(share))
+            for number, (record, *_) in enumerate(asked[start : start + _AT_A_TIME]):
+                yield record, {"prediction": texts.get(number)}
 
-    Args:
-        names: Classes in order of their numbers; None where numbers or texts are predicted.
-        key: What these are called.
+
+def json_lines(predictions: Iterable[Prediction]) -> Iterator[str]:
+    """Yields a line of JSON for each document: its record, and what is predicted for it."""
+    for record, predicted in predictions:
+        if "spans" in predicted:
+            spans = [{**span._asdict(), "probability": _rounded(span.probability)} for span in predicted["spans"]]
+            predicted = {"spans": spans}
+        yield json.dumps(_joined(record, predicted), ensure_ascii=False, default=str) + "\n"
+
+
+def csv_lines(predictions: Iterable[Prediction]) -> Iterator[str]:
+    """Yields a head with all columns that there are, and a line of CSV for each document; see `json_lines`."""
+    rows = []
+    for record, predicted in predictions:
+        shares = predicted.pop("probabilities", None) or {}
+        rows.append(_joined(record, predicted | {f"probability_{name}": share for name, share in shares.items()}))
+    columns = [*dict.fromkeys(column for row in rows for column in row)]
+    yield _csv_line(columns)
+    for row in rows:
+        cells = (row.get(column) for column in columns)
+        yield _csv_line(
+            [
+                "" if c is None else json.dumps(c, ensure_ascii=False, default=str) if isinstance(c, list | dict) else c
+                for c in cells
+            ]
+        )
+
+
+def _joined(record: Mapping[str, Any], predicted: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a record and of what is predicted for it.
+
+    Raises:
+        DataError: If both have a field.
     """
-    for label, shares in predictions:
-        found: dict[str, Any]
-        if names is None:
-            found = {key: None if label is None else _rounded(label)}
-        else:
-            probabilities = dict(zip(names, map(_rounded, shares), strict=True)) if shares else None
-            found = {"label": label, "probabilities": probabilities}
-        yield json.dumps(found, ensure_ascii=False) + "\n"
+    if twice := record.keys() & predicted.keys():
+        raise DataError(
+            f"The file has a field '{min(twice)}', as what is predicted has, and both are written. Name it otherwise."
+        )
+    return {**record, **predicted}
 
 
-def csv_lines(predictions: Iterable[Prediction], names: Sequence[str] | None, key: str = "number") -> Iterator[str]:
-    """Yields a head, and a line of CSV for each document; see `json_lines`."""
-    yield _csv_line([key] if names is None else ["label", *(f"probability_{name}" for name in names)])
-    for label, shares in predictions:
-        if names is None:
-            yield _csv_line(["" if label is None else _rounded(label)])
-        else:
-            yield _csv_line([label, *map(_rounded, shares)] if shares else [""] * (len(names) + 1))
-
-
-def span_json_lines(documents: Iterable[Sequence[SpanPrediction]]) -> Iterator[str]:
-    """Yields a line of JSON for each document."""
-    for spans in documents:
-        found = [{**span._asdict(), "probability": _rounded(span.probability)} for span in spans]
-        yield json.dumps({"spans": found}, ensure_ascii=False) + "\n"
-
-
-def span_csv_lines(documents: Iterable[Sequence[SpanPrediction]]) -> Iterator[str]:
+def span_csv_lines(predictions: Iterable[Prediction]) -> Iterator[str]:
     """Yields a head, and a line of CSV for each span, behind the number of its document, from 0."""
     yield _csv_line(["document", *SpanPrediction.__annotations__])
-    for number, spans in enumerate(documents):
-        for span in spans:
+    for number, (_, predicted) in enumerate(predictions):
+        for span in predicted["spans"]:
             yield _csv_line([number, *span[:-1], _rounded(span.probability)])
 
 
@@ -232,5 +277,5 @@ def _csv_line(cells: Sequence[Any]) -> str:
     return text.getvalue()
 
 
-def _rounded(value: Any) -> str | float:
-    return value if isinstance(value, str) else float(f"{value:.6g}")
+def _rounded(value: Any) -> float:
+    return float(f"{float(value):.6g}")

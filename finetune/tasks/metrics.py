@@ -72,14 +72,15 @@ def build_metrics(recipe: Recipe, task: Task, data: TaskData, prompts: Sequence[
         known += score_predictions(tried, [label], [label])
     keys = [f"validation_{name}" for name in known]
     # The default may name what a run without validation rows has not; nothing is kept by it then.
-    default = best_by == "validation_loss" and recipe.eval.patience is None
+    need = ["eval.patience"] * (recipe.eval.patience is not None) + ["output.model"] * (recipe.output.model == "best")
+    default = best_by == "validation_loss" and not need
     if best_by is not None and not default and (key := best_by.removeprefix("-")) not in keys:
         if not keys:
-            patience = ", and eval.patience with it" if recipe.eval.patience is not None else ""
+            also = f", and take out {' and '.join(need)}" if need else ""
             raise RecipeError(
                 f"checkpoint.keep_best_by is '{best_by}', and nothing is evaluated: there are no validation rows. Hold "
                 "some out (data.validation_fraction), name data.validation, or set checkpoint.keep_best_by to null"
-                f"{patience}."
+                f"{also}."
             )
         raise RecipeError(
             f"checkpoint.keep_best_by: evaluations of this recipe have no '{key}'; they have {', '.join(keys)}. Name "

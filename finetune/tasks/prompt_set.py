@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from finetune.config.recipe_schema import Recipe, Source
-from finetune.data.chat.chat_templates import find_template, write_conversation
+from finetune.data.chat.chat_templates import Template, find_template, write_conversation
 from finetune.data.sources.conversation_formats import (
     ABSENT,
     Conversation,
@@ -25,6 +25,8 @@ from finetune.utils.errors import DataError
 
 # Of the built-in sample: its own, which no training source draws.
 _SEED = 1
+# Fields of questions, and of their answers, by the formats of conversations.
+_ANSWERS = {"prompt": "completion", "question": "answer", "instruction": "output"}
 
 
 @dataclass(frozen=True)
@@ -42,9 +44,13 @@ class _PromptForm(RecordForm):
     """Reads records with a prompt and references; with a `chat` section conversations too, as training does."""
 
     chat: bool = False
+    scored: bool = True
+    """False if prompts need no references: a conversation may end with a user's turn."""
 
     def read(self, record: Any, where: str) -> str:
         """Returns a record as JSON: `messages`, `tools` and `variables`, or `prompt`; and `references`."""
+        if not self.scored:
+            return self._asked(record, where)
         record = without_nulls(record, where)
         given = {
             key: value
@@ -60,6 +66,24 @@ class _PromptForm(RecordForm):
             f"{where}: a record of eval.prompts has a text `prompt` and a text `reference` or a list `references`; the "
             f"fields are {has}. Name others in the source's `fields`: {{prompt: question, references: answers.text}}."
         )
+
+    def _asked(self, record: Any, where: str) -> str:
+        """Returns a conversation up to where its next answer begins: a last answer is left out."""
+        if isinstance(record, Mapping):
+            # What is asked is read as training reads it, whether an answer is there or not.
+            pairs = {**_ANSWERS, self.fields.get("user", ""): self.fields.get("assistant", "")}
+            none = {
+                name: [] if isinstance(record[asked], list) else "–" for asked, name in pairs.items() if asked in record
+            }
+            record = {**none, **{key: value for key, value in record.items() if value is not None}}
+        said = Conversation.from_json(super().read(record, where))
+        if isinstance(said, str):
+            said = Conversation([{"role": "user", "content": said}], [], None, 0)
+        messages = said.messages[:-1] if said.messages[-1]["role"] == "assistant" else said.messages
+        if not messages or messages[-1]["role"] not in ("user", "tool"):
+            raise DataError(f"{where}: no turn of a user is to be answered. Mend or remove the record.")
+        asked_here = {"messages": messages, "tools": said.tools, "variables": said.variables}
+        return json.dumps({**asked_here, "references": []}, ensure_ascii=False)
 
     def _pair_of(self, record: Mapping[str, Any], given: Mapping[str, Any], where: str) -> str:
         prompt, references = given["prompt"], given.get("references", given.get("reference"))
@@ -112,15 +136,7 @@ def read_prompts(recipe: Recipe, tokenizer: Any, *, paired: bool = False) -> tup
     for source in recipe.eval.prompts:
         for record, where in _records(recipe, source):
             if template is not None:
-                chat_of = Conversation(record["messages"], [], record["tools"], 0, record["variables"])
-                writing = write_conversation(template, chat_of, where, prompt=True)
-                if lost := [part.field for part in writing.missing if part.field in ("content", "tool_calls", "tools")]:
-                    raise InvalidConversation(
-                        "unwritten",
-                        f"{where}: the chat template ({template.name}) does not write all of this prompt's "
-                        f"{', '.join(dict.fromkeys(lost))}. Name one that does as chat.template, or remove the record.",
-                    )
-                text = writing.text
+                text = _written(record, template, where)
                 ids = tokenizer.encode(text, add_special_tokens=False)
             else:
                 text = record["prompt"]
@@ -141,18 +157,62 @@ def read_prompts(recipe: Recipe, tokenizer: Any, *, paired: bool = False) -> tup
     return tuple(found)
 
 
-def _records(recipe: Recipe, source: Source) -> Iterator[tuple[dict[str, Any], str]]:
+def _written(record: Mapping[str, Any], template: Template, where: str) -> str:
+    """Returns the conversation of a prompt as a template writes it."""
+    asked = Conversation(record["messages"], [], record["tools"], 0, record["variables"])
+    writing = write_conversation(template, asked, where, prompt=True)
+    if lost := [part.field for part in writing.missing if part.field in ("content", "tool_calls", "tools")]:
+        raise InvalidConversation(
+            "unwritten",
+            f"{where}: the chat template ({template.name}) does not write all of this prompt's "
+            f"{', '.join(dict.fromkeys(lost))}. Name one that does as chat.template, or remove the record.",
+        )
+    return writing.text
+
+
+def read_questions(recipe: Recipe, tokenizer: Any) -> Iterator[tuple[Mapping[str, Any], list[int], str]]:
+    """Yields the records of the validation sources, tokens of what each asks, and their files and lines.
+
+    With a `chat` section a record is a conversation or a question, else a text to continue; a blank one has no tokens.
+
+    Raises:
+        DataError: If a record asks nothing, or the template refuses it.
+    """
     chat = recipe.chat
-    form = _PromptForm(
+    template = find_template(tokenizer, chat.template, chat.template_args) if chat is not None else None
+    for source in recipe.data.validation:
+        form = _form_of(recipe, source, scored=False) if chat is not None else None
+        for document in open_source(source, labels=False, form=form, keep=True).documents():
+            ids: list[int] = []
+            if template is not None:
+                record = json.loads(document.text)
+                if str(record["messages"][-1].get("content", "")).strip():
+                    ids = tokenizer.encode(_written(record, template, document.where), add_special_tokens=False)
+            elif document.text.strip():
+                ids = prompts.prompt_tokens(tokenizer, document.text)
+            yield document.record or {}, ids, document.where
+
+
+def _form_of(recipe: Recipe, source: Source, *, scored: bool) -> _PromptForm:
+    chat = recipe.chat
+    # An answer need not be there.
+    fields = {"assistant": "–", **source.fields} if "user" in source.fields and not scored else source.fields
+    return _PromptForm(
         format=source.format,
-        fields=source.fields,
+        fields=fields,
         roles=chat.roles if chat is not None else {},
         text_field=source.text_field,
         strip=recipe.data.strip,
         # A set of prompts is whole: of other prompts, a metric is another one.
         tolerance=Tolerance(lenient=False),
         chat=chat is not None,
+        scored=scored,
     )
+
+
+def _records(recipe: Recipe, source: Source) -> Iterator[tuple[dict[str, Any], str]]:
+    chat = recipe.chat
+    form = _form_of(recipe, source, scored=True)
     if source.sample is None:
         for document in open_source(source, form=form).documents():
             yield json.loads(document.text), document.where

@@ -339,6 +339,11 @@ class Run:
     checkpoints: tuple[SavedCheckpoint, ...]
     """Those that are there, in the order of steps."""
 
+    def __repr__(self) -> str:
+        best = self.history.best_evaluation
+        figure = f", {self.history.best_name} {best[1]:.4g} at step {best[0]}" if best is not None else ""
+        return f"Run('{self.directory}', {self.status} at step {self.history.step}{figure})"
+
     @classmethod
     def open(cls, directory: str | Path) -> "Run":
         """The run in a directory, as it is now.

@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from finetune.checkpoint import best_evaluation
+from finetune.checkpoint import best_evaluation, resume_point
 from finetune.checkpoint.checkpoint_store import name_of
+from finetune.checkpoint.resume_point import ResumePoint
 from finetune.checkpoint.run_facts import read_facts
 from finetune.config.recipe_schema import Event
 from finetune.export import merge, model_card, save_model
@@ -19,9 +20,12 @@ from finetune.monitoring.alerts import send_alert
 from finetune.training.run import RECENT, BuiltRun
 from finetune.utils.errors import CheckpointError, DivergedError, FinetuneError
 from finetune.utils.exit_codes import lost_peer
+from finetune.utils.quoting import shell_word
 
 # Results that an alert tells.
 _FIGURES = ("train_loss", "validation_loss")
+# Before so many, a loss says little about a run.
+_ENOUGH_STEPS = 20
 
 
 def save_checkpoint(run: BuiltRun, *, evaluated: bool, wait: bool) -> None:
@@ -49,21 +53,67 @@ def save_checkpoint(run: BuiltRun, *, evaluated: bool, wait: bool) -> None:
 
 
 def save_final_model(run: BuiltRun) -> None:
-    """Writes the trained network, in the format that transformers opens, into the run directory."""
+    """Writes the network that the recipe asks for, in the format that transformers opens, into the run directory.
+
+    Every rank must call it. The network has the weights of the best evaluation then, if these are asked for.
+
+    Raises:
+        CheckpointError: If it cannot be written, or the best evaluation's weights are not there.
+    """
     directory, recipe, build = run.directory, run.recipe, run.task.build_skeleton
+    step, figures = run.state.step, run.results
+    if recipe.output.model == "best" and run.state.best.step != step:
+        best = _restore_best(run)
+        step, figures = (
+            best.step,
+            figures | {key: value for key, value in best.state.items() if key.startswith("validation_")},
+        )
 
     def add_rest(folder: Path) -> None:
         write_beside(folder, run.beside)
-        facts = {**read_facts(directory.path), "results": run.results}
-        source = WeightSource(directory.path, folder, run.state.step, recipe, facts)
+        facts = {**read_facts(directory.path), "results": figures}
+        source = WeightSource(directory.path, folder, step, recipe, facts)
         model_card.write_model_card(folder, source, "model", [], merge.base_folder(recipe), run.task.head)
 
     path = directory.path / "model"
     with run.backend.loading(pretrained=False):
         skeleton = build(recipe, run.data) if build is not None else None
         save_model.save_model(run.backend, run.model, skeleton, run.data.tokenizer, path, add_rest)
-    run.results["model"] = str(path)
-    run.reporter.say(f"model written to {path}")
+    run.results |= {"model": str(path), "model_step": step}
+    of = "" if step == run.state.step else f", of step {step}, the best evaluation by {run.state.best.by}"
+    run.reporter.say(f"model written to {path}{of}")
+
+
+def _restore_best(run: BuiltRun) -> ResumePoint:
+    """Fills the network with the weights of the best evaluation."""
+    best, own = run.state.best, run.directory.checkpoints
+    name, stores = name_of(best.step or 0), [own, run.resume.store]
+    # As rank 0 sees it: another machine's view of a shared folder may lag behind.
+    place: int | None = run.backend.broadcast_object(
+        next((n for n, store in enumerate(stores) if store is not None and name in store.list_names()), None)
+    )
+    store = None if place is None else stores[place]
+    if best.step is None or store is None:
+        lacks = "no evaluation was finite" if best.step is None else f"the checkpoint of step {best.step} is not there"
+        raise CheckpointError(
+            f"output.model: best, but {lacks}, by {best.by}. No model is written. `finetune export "
+            f"{run.directory.path} --as merged` writes the last checkpoint's, and with --step another's."
+        )
+    point = replace(resume_point.verify_on_all_ranks(store, name, run.backend), keep_optimizer=False)
+    point.restore(run.backend, unwrap(run.model), run.optimizer)
+    return point
+
+
+def next_commands(run: BuiltRun) -> str:
+    """Returns what can be done with the model that a run has written, for people."""
+    task, place = run.task, shell_word(str(run.directory.path))
+    if task.head is None:
+        return f"Next:\n  finetune report {place}"
+    use = f"chat {place}" if run.recipe.chat is not None else f"generate {place} --prompt TEXT"
+    if task.paired or task.labelled:
+        use = f"predict {place} FILE"
+    kind = "merged-16bit" if run.recipe.lora is None else "merged-16bit  # or adapter"
+    return "\n  finetune ".join(("Next:", use, f"eval {place} --data FILE", f"export {place} --as {kind}"))
 
 
 def nothing_left(results: dict[str, Any], num_steps: int) -> str:
@@ -100,16 +150,17 @@ def note_early_end(run: BuiltRun) -> None:
 def rising_loss(first: float | None, recent: Sequence[tuple[int, float]]) -> str | None:
     """Returns a warning if the loss ends above where it began, else None.
 
-    Batches differ: each of several losses at the end lies above the first, or the last and most of them by a fifth.
+    Batches differ, and a learning rate warms up: after some steps, several losses lie above the first by more than they
+    differ, or the last and most of them by a fifth.
 
     Args:
         first: The loss of the run's first step.
         recent: Steps and losses of the last lines of metrics, oldest first.
     """
     later = [loss for step, loss in recent if step > 1]
-    if first is None or not later:
+    if first is None or not later or recent[-1][0] < _ENOUGH_STEPS:
         return None
-    all_above = len(later) == RECENT and min(later) > first
+    all_above = len(later) == RECENT and min(later) - first > max(later) - min(later)
     if not all_above and not min(median(later), later[-1]) > 1.2 * first:
         return None
     return (

@@ -93,6 +93,7 @@ def _take_steps(run: BuiltRun) -> Iterator[Step]:
             stopped = not evaluated
             end = state.step if state.best.ends_run(recipe) else last
             due = run.is_due(recipe.checkpoint.every_steps, recipe.checkpoint.per_epoch)
+            due |= recipe.output.model == "best" and state.best.step == state.step < end
             if stopped or run.checkpoints.is_due(sync, by_steps=due, at_end=state.step == end):
                 run.timer.mark("aside")
                 check_nonfinite(run, None)  # A checkpoint must hold no step that diverged.
@@ -118,6 +119,8 @@ def _take_steps(run: BuiltRun) -> Iterator[Step]:
             if rising := finish_run.rising_loss(run.results.get("first_loss"), state.recent_losses):
                 run.results["loss_rose"] = True
                 run.reporter.warn(rising)
+            elif "model" in run.results:
+                run.reporter.say(finish_run.next_commands(run))
         run.results["skipped"] = run.checkpoints.skipped
         run.results["train_s"] = time.perf_counter() - began
     measured = peak_memory.compare(recipe)

@@ -3,14 +3,16 @@
 import io
 import json
 import math
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from inside import Crash, Done, copy, crash_after, early_stopping, run_here, stop_after
+from inside import Crash, Done, at_step, copy, crash_after, early_stopping, run_here, stop_after
 from rich.console import Console
+from safetensors.torch import load_file
 
 from finetune.checkpoint import integrity
 from finetune.checkpoint.best_evaluation import BestEvaluation, early_stop_sentence, still_ended
@@ -21,7 +23,9 @@ from finetune.config.recipe_schema import Recipe
 from finetune.diagnostics import watch_and_list
 from finetune.diagnostics.run_report import charts, one_run
 from finetune.diagnostics.watch_and_list import list_runs, runs_table
-from finetune.utils.errors import RecipeError
+from finetune.export import find_weights
+from finetune.training.run import BuiltRun
+from finetune.utils.errors import CheckpointError, RecipeError
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("early")]
 
@@ -45,12 +49,27 @@ def test_evaluations_without_a_better_one_are_counted() -> None:
     best = BestEvaluation("validation_rouge1")
     counts = []
     for step, value in enumerate([0.2, 0.3, 0.3, math.nan, 0.1, 0.31, 0.2]):
-        best.note(step, {"validation_rouge1": value, "validation_loss": -float(step)})
+        best.note(step, {"validation_rouge1": value, "validation_loss": float(step)})
         counts.append(best.evaluations)
     assert counts == [0, 0, 1, 2, 3, 0, 1]
     assert (best.step, best.value) == (5, 0.31)
     best.note(9, {"validation_loss": 0.0})
     assert best.evaluations == 2
+
+
+def test_of_equal_evaluations_the_one_with_the_lower_loss_is_better() -> None:
+    values = [(0.5, 3.0), (0.5, 2.0), (0.5, math.nan), (0.5, 2.0), (0.4, 1.0), (0.5, None), (0.5, 1.9)]
+    evaluated = [{"validation_accuracy": value, "validation_loss": loss} for value, loss in values]
+    best, steps = BestEvaluation("validation_accuracy"), []
+    for step, found in enumerate(evaluated):
+        best.note(step, {key: value for key, value in found.items() if value is not None})
+        best = BestEvaluation(**json.loads(json.dumps(asdict(best))))
+        steps.append(best.step)
+    assert steps == [0, 1, 1, 1, 1, 1, 6]
+    # What a checkpoint of before has kept.
+    old = BestEvaluation("validation_accuracy", 0, 0.5, 0)
+    old.note(1, {"validation_accuracy": 0.5, "validation_loss": 9.0})
+    assert old.step == 1
 
 
 @pytest.mark.parametrize(
@@ -86,7 +105,7 @@ def test_a_run_ends_when_its_patience_does(ended: Done) -> None:
     assert losses.index(min(losses)) == BEST // 2 - 1
     assert ended.steps == list(range(1, END + 1))
     assert len(losses) == END // 2
-    best = {"by": "validation_loss", "step": BEST, "value": min(losses), "evaluations": PATIENCE}
+    best = {"by": "validation_loss", "step": BEST, "value": min(losses), "evaluations": PATIENCE, "loss": min(losses)}
     assert ended.facts["results"]["ended_early"] == {"step": END, "best": best}
     assert "finished" in ended.facts
     assert (ended.directory / "model").is_dir()
@@ -138,6 +157,97 @@ def test_started_again_it_says_why_and_goes_on_with_more_patience(tmp_path: Path
     longer = run_here(early_stopping(copy(ended.directory, tmp_path / "longer"), length={"steps": 80}))
     assert longer.losses == ended.losses
     assert "ended early at step 14" in longer.said
+
+
+# ---------------------------------------------------------------- the best model
+
+
+def best_model(directory: Path, **sections: Any) -> dict[str, Any]:
+    """The run of `early_stopping`, whose best step is none of its checkpoints'."""
+    return early_stopping(directory, output={"model": "best"}, checkpoint={"every_steps": 5}, **sections)
+
+
+def test_the_best_model_is_written(tmp_path: Path, ended: Done) -> None:
+    done = run_here(best_model(tmp_path / "run"))
+    assert done.losses == ended.losses
+    assert done.checkpoints == [f"step-{BEST:08d}", f"step-{END:08d}"]
+    saved = load_file(done.directory / "checkpoints" / done.checkpoints[0] / "model" / "model.safetensors")
+    torch.testing.assert_close(done.weights, saved, rtol=0, atol=0)
+    torch.testing.assert_close(saved, at_best(ended), rtol=0, atol=0)
+    assert not torch.equal(done.weights["0.weight"], ended.weights["0.weight"])
+    assert (done.results["model_step"], ended.results["model_step"]) == (BEST, END)
+    assert (
+        f"model written to {done.directory / 'model'}, of step 8, the best evaluation by validation_loss" in done.said
+    )
+    assert find_weights.find_weights(done.directory).step == BEST
+    assert find_weights.find_weights(ended.directory).step == END
+    assert f"- validation_loss: {min(evaluated(done)):.5g}" in (done.directory / "model" / "README.md").read_text()
+
+
+def at_best(done: Done) -> dict[str, torch.Tensor]:
+    return load_file(done.directory / "checkpoints" / f"step-{BEST:08d}" / "model" / "model.safetensors")
+
+
+def evaluated(done: Done) -> list[float]:
+    return [line["validation_loss"] for line in lines(done) if "validation_loss" in line]
+
+
+# Where the best evaluation is cut off by the stop, it is made once the run resumes, and its checkpoint stays.
+@pytest.mark.parametrize("step", [3, 8, 9, 13, 14])
+@pytest.mark.parametrize("how", [crash_after, stop_after])
+def test_a_resumed_run_writes_the_same_model(tmp_path: Path, ended: Done, step: int, how: Any) -> None:
+    tree = best_model(tmp_path / "run")
+    if how is crash_after:
+        with pytest.raises(Crash):
+            run_here(tree, crash_after(step))
+    else:
+        run_here(tree, stop_after(step))
+    done = run_here(tree)
+    assert (done.losses, done.results["model_step"]) == (ended.losses, BEST)
+    torch.testing.assert_close(done.weights, at_best(ended), rtol=0, atol=0)
+
+
+def test_a_run_that_goes_on_elsewhere_has_the_best_of_before(tmp_path: Path, ended: Done) -> None:
+    run_here(best_model(tmp_path / "one"), stop_after(9))
+    done = run_here(best_model(tmp_path / "two", resume={"mode": str(tmp_path / "one")}))
+    assert (done.losses[-5:], done.results["model_step"]) == (ended.losses[-5:], BEST)
+    torch.testing.assert_close(done.weights, at_best(ended), rtol=0, atol=0)
+
+
+def test_a_longer_run_goes_on_from_the_last_step(tmp_path: Path, ended: Done) -> None:
+    run_here(best_model(tmp_path / "run"))
+    done = run_here(best_model(tmp_path / "run", eval={"patience": 5}))
+    straight = run_here(early_stopping(tmp_path / "straight", eval={"patience": 5}))
+    assert done.losses == straight.losses
+    assert done.results["model_step"] == straight.results["ended_early"]["best"]["step"]
+
+
+def test_a_best_model_that_is_gone_is_refused(tmp_path: Path) -> None:
+    def gone(run: BuiltRun) -> None:
+        shutil.rmtree(run.directory.path / "checkpoints" / f"step-{BEST:08d}")
+
+    with pytest.raises(CheckpointError, match=r"the checkpoint of step 8 is not there, by validation_loss.*--step"):
+        run_here(best_model(tmp_path / "run"), at_step(13, gone))
+    assert not (tmp_path / "run" / "model").exists()
+
+
+@pytest.mark.parametrize(
+    ("sections", "says"),
+    [
+        (
+            {"checkpoint": {"keep_best_by": None}, "eval": {"patience": None}},
+            "output.model: checkpoint.keep_best_by is",
+        ),
+        ({"eval": {"patience": None, "every_steps": None}}, "output.model: nothing is evaluated before the end"),
+        ({"output": {"dir": "run", "save_model": False}}, "output.model: output.save_model is false"),
+    ],
+)
+def test_a_best_model_without_what_it_needs_is_refused(sections: dict[str, Any], says: str) -> None:
+    tree = best_model(Path("run"))
+    for name, values in sections.items():
+        tree[name] = {**tree[name], **values}
+    with pytest.raises(RecipeError, match=says):
+        validate_recipe(tree)
 
 
 def test_patience_without_what_it_looks_at_is_refused(tmp_path: Path) -> None:

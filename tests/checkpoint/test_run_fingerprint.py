@@ -162,6 +162,7 @@ FREE: dict[str, Any] = {
     "output.dir": "elsewhere",
     "output.overwrite": True,
     "output.save_model": False,
+    "output.model": "best",
     "checkpoint.every_steps": 3,
     "checkpoint.per_epoch": 0.5,
     "checkpoint.every_minutes": 1.0,
@@ -184,6 +185,7 @@ NEED = {
     "eval.metrics": {"eval.prompts": [{"sample": 2}]},
     "eval.prompts": {"eval.metrics": ["f1"]},
     "eval.patience": {"eval.every_steps": 3},
+    "output.model": {"eval.every_steps": 3},
 }
 
 # Keys that only say where something is: they count by what they bring, which has a digest or a commit.

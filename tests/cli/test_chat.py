@@ -13,8 +13,9 @@ from terminal import Terminal
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.cli import main
-from finetune.export.generate_text import SamplingOptions, generate_text
+from finetune.export.generate_text import generate_text
 from finetune.export.load_model import load_model
+from finetune.export.sampling_options import SamplingOptions
 from finetune.utils.errors import RecipeError
 from finetune.utils.quoting import visible
 

@@ -23,6 +23,9 @@ def test_refusals_import_no_torch(tmp_path: Path) -> None:
     text.write_text("Once upon a time.\n")
     odd = ["--config_file", "ddp", "--num_processes", "3"]
     (tmp_path / "run").mkdir()
+    (tmp_path / "full" / "model").mkdir(parents=True)
+    (tmp_path / "full" / "recipe.yaml").write_text("{data: {train: [{sample: 9}]}, length: {steps: 1}}")
+    (tmp_path / "full" / "run.json").write_text('{"starts": [], "finished": ""}')
     refused = [
         ["train", recipe, "optim.lrr=1"],
         ["train", recipe, "length.steps=1", "length.epochs=1"],
@@ -47,6 +50,10 @@ def test_refusals_import_no_torch(tmp_path: Path) -> None:
         ["predict", model, "/nonesuch.txt"],
         ["export", "/nonesuch/x", "--as", "merged"],
         ["export", str(tmp_path / "run"), "--as", "merged"],
+        ["export", str(tmp_path / "full"), "--as", "adapter"],
+        ["generate", model, "--prompt", "a", "--temperature", "-1"],
+        ["generate", model, "--prompt", "a", "--max-new-tokens", "0"],
+        ["chat", model, "--top-p", "2"],
         ["plan", recipe, "optim.lrr=1"],
         ["plan", recipe, "--gpu", "nonesuch"],
         ["explain", recipe, *odd],

@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,10 @@ from finetune.cli import choose_launch, main, new_project
 from finetune.cli.choose_launch import choose_for_command, sharing
 from finetune.cli.new_project import Project, make_recipe, write_project
 from finetune.config.recipe import load_recipe, validate_recipe
+from finetune.data.source_survey import UnknownColumns
 from finetune.distributed.gpu_specs import Gpu
 from finetune.planning.step_time import Machines
-from finetune.utils.errors import DataError, RecipeError
+from finetune.utils.errors import RecipeError
 
 SMALL: dict[str, Any] = {
     "model": {"config": {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}},
@@ -167,7 +169,7 @@ def test_a_recipe_is_made_once(questions: str, tmp_path: Path, monkeypatch: pyte
     assert recipe.data.train[0].fields == {"user": "Question", "assistant": "Answer"}
     assert (recipe.optim.lr, recipe.output.dir) == (1e-3, "runs/llama-faq-lora")
     assert "300 conversations" in made.lines[0]
-    assert "When it is trained: `finetune chat runs/llama-faq-lora`." in made.lines
+    assert not any("sft.yaml" in line for line in made.lines)
     made.file.parent.mkdir(parents=True)
     edited = made.text.replace("epochs: ", "epochs: 1")
     made.file.write_text(edited)
@@ -177,11 +179,60 @@ def test_a_recipe_is_made_once(questions: str, tmp_path: Path, monkeypatch: pyte
     assert make_recipe(project, ["output.dir=elsewhere"]).file == Path("elsewhere/sft.yaml")
 
 
+_TICKETS = [{"Nr": n, "Betreff": f"Ticket {n}", "Team 2": "ab"[n % 2]} for n in range(40)]
+
+
+@pytest.mark.parametrize(
+    ("records", "more", "kind"),
+    [
+        ([{"Frage": f"Was ist {n}?", "Antwort": f"{n}, eine Zahl."} for n in range(40)], [], "chat"),
+        ([{"Frage": "Was?", "Antwort": "Das."}], ["--task", "chat", "optim.lr=1e-3", "--output", "my runs"], "chat"),
+        (_TICKETS, [], "sequence_classification"),
+        (_TICKETS, ["data.train.0.text_field=Betreff", "--task", "classify"], "sequence_classification"),
+    ],
+)
+@pytest.mark.parametrize("suffix", ["csv", "jsonl"])
+def test_columns_without_a_known_name_end_in_a_command_to_paste(
+    suffix: str,
+    records: list[dict[str, Any]],
+    more: list[str],
+    kind: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with open(f"a b.{suffix}", "w", newline="") as file:
+        table = csv.DictWriter(file, records[0], delimiter=";")
+        if suffix == "csv":
+            table.writeheader()
+            table.writerows(records)
+        else:
+            file.writelines(json.dumps(record) + "\n" for record in records)
+    if kind != "chat" and not more:  # a text and a class need no name of the text, but of the class
+        more = ["--task", "classify"]
+    assert main.main(["sft", "--model", testdata.MODEL, "--data", f"a b.{suffix}", *more]) == 2
+    said = capsys.readouterr().err
+    assert f"the fields are {', '.join(records[0])}, and by their names these are no" in said
+    command = said.splitlines()[-1].strip()
+    assert command.startswith(f"finetune sft --model {testdata.MODEL} --data 'a b.{suffix}' ")
+    started: list[Any] = []
+    monkeypatch.setattr("finetune.cli.recipe_verbs._start", started.append)
+    assert main.main([*shlex.split(command)[1:], "--config_file", "single"]) == 0
+    recipe = load_recipe(started[0].recipe)
+    assert ("chat" if recipe.chat is not None else recipe.task.name) == kind
+    assert main.main(["init", "new", "--data", f"a b.{suffix}", *(more[:2] if more[:1] == ["--task"] else [])]) in (
+        0,
+        2,
+    )
+    assert "data.train" not in capsys.readouterr().err
+
+
 def test_columns_can_be_given(tmp_path: Path) -> None:
     data = tmp_path / "a.jsonl"
     data.write_text('{"Frage": "a", "Antwort": "b", "Art": "c"}\n' * 50)
     project = Project(model=testdata.MODEL, data=str(data))
-    with pytest.raises(DataError, match=r"the fields are Frage, Antwort, Art.*data.train.0.fields.user=…"):
+    with pytest.raises(UnknownColumns, match=r"the fields are Frage, Antwort, Art"):
         make_recipe(project, [])
     chat = ["data.train.0.fields.user=Frage", "data.train.0.fields.assistant=Antwort"]
     assert make_recipe(project, chat).recipe.chat is not None
@@ -212,7 +263,6 @@ def test_the_models_own_template_and_classes(questions: str, tmp_path: Path) -> 
     assert made.lines[1].startswith("Class good has 70 documents, and bad 10: with task.class_weights=balanced")
     # A run's model lies in its folder `model`.
     assert made.file == Path("runs") / f"{tmp_path.name}-reviews" / "sft.yaml"
-    assert any(line.startswith("When it is trained: `finetune predict runs/") for line in made.lines)
     recipe = made.recipe
     assert (recipe.task.name, recipe.task.num_labels) == ("sequence_classification", 3)
     assert recipe.data.train[0].text_field == "Review"
@@ -267,6 +317,8 @@ def test_questions_in_a_spreadsheet_become_a_chat_model(questions: str, tmp_path
     assert "batch      8 rows" in dry
     assert "length     5.0 epochs" in dry
     assert not (tmp_path / "runs").exists()
+    assert "sft.yaml" not in dry
+    assert "finetune" not in dry
     words = (*words, "length={steps: 8}")
     said = _finetune(quick_python, tmp_path, *words)
     assert "300 conversations (pairs)" in said
@@ -275,6 +327,12 @@ def test_questions_in_a_spreadsheet_become_a_chat_model(questions: str, tmp_path
     steps = json.loads((tmp_path / "runs/faq/metrics.jsonl").read_text().splitlines()[-1])["step"]
     assert steps == 8
     assert (tmp_path / "runs/faq/model/adapter_config.json").is_file()
+    assert (
+        "Recipe: runs/faq/sft.yaml. To change it, edit it and run `finetune train runs/faq/sft.yaml output.dir=" in said
+    )
+    *_, lead, chat, evaluation, export = said.rstrip().splitlines()
+    assert (lead, chat, evaluation) == ("Next:", "  finetune chat runs/faq", "  finetune eval runs/faq --data FILE")
+    main.build_parser().parse_args(shlex.split(export, comments=True)[1:])
     again = _finetune(quick_python, tmp_path, *words)
     assert "as it is there" in again
     assert "Nothing is left to do" in again

@@ -265,8 +265,46 @@ def test_several_runs_in_a_browser(finished: Path, other: Path, tmp_path: Path, 
     lines = "const r = new Range(), lines = (node) => (r.selectNodeContents(node), r.getClientRects().length); "
     assert shown.js(f"{lines} return {keys}.filter((key) => lines(key) > 1).map((key) => key.textContent)") == []
     assert shown.overflow() == 0
+    if width == 1280:  # all columns are in view, however long a run's name is
+        wide = "[...document.querySelectorAll('main > .card .scroll')].map((box) => box.scrollWidth - box.clientWidth)"
+        assert shown.js(f"return {wide}") == [0]
     assert shown.js("return window.spoiled") is None
     assert shown.console() == []
+
+
+def test_curves_that_lie_on_each_other_show_their_difference(finished: Path, other: Path, tmp_path: Path) -> None:
+    near = copy(finished, tmp_path / "near")
+    lines = [json.loads(line) for line in (near / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        for key in ("loss", "validation_loss"):
+            if isinstance(line.get(key), float):
+                line[key] *= 1 + 1e-6 * (line["step"] % 3)
+    (near / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    runs = [(name, read_run(place)) for name, place in (("one", finished), ("near", near), ("far", other))]
+    shown = {chart.key: chart for chart in charts.charts_of(runs)}
+    for key in ("loss-difference", "validation-loss-difference"):
+        assert shown[key].title.endswith("loss: difference to one")
+        (curve,) = shown[key].curves
+        assert curve.name == "near"
+        away = [1e-6 * (step % 3) for step in curve.steps]
+        assert curve.y == pytest.approx(away, abs=1e-12)
+    assert 14 not in shown["loss-difference"].curves[0].steps, "its loss is no number"
+    assert not {"loss-difference", "validation-loss-difference"} & {c.key for c in charts.charts_of(runs[::2])}
+
+
+@pytest.mark.parametrize(
+    ("losses", "says"),
+    [
+        ({"a": 1.5, "b": 1.4}, "b has the lowest validation loss, 1.4"),
+        ({"a": 1.40001, "b": 1.4}, "a and b have the same validation loss, 1.4"),
+        ({"a": 1.40001, "b": 1.4, "c": 1.4001}, "a, b and c have the same validation loss, 1.4"),
+        ({"a": 1.40001, "b": 1.5, "c": 1.4}, "a and c have the lowest validation loss, 1.4"),
+        ({"a": 1.4}, ""),
+        ({}, ""),
+    ],
+)
+def test_a_tie_is_told(losses: dict[str, float], says: str) -> None:
+    assert page._winner(losses) == says
 
 
 @needs_chromium

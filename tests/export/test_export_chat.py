@@ -9,6 +9,7 @@ import time
 import urllib.request
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import chats
 import pytest
@@ -100,6 +101,82 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             for kind in kinds:
                 made[f"{name}_{kind}"], _ = exported(root / name, kind, root / f"{name}_exports")
     return made
+
+
+def test_a_file_of_prompts_is_answered(
+    places: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From every place, in every format, whether answers are there already or not; columns stay."""
+    talks = conversations()
+    asked = [talk[:-1] for talk in talks]
+    first = [talk[0]["content"] for talk in talks]
+    files: dict[str, list[dict[str, Any]]] = {
+        "with answers": [{"messages": talk, "id": n} for n, talk in enumerate(talks)],
+        "without": [{"id": n, "messages": talk, "note": {"a": None}} for n, talk in enumerate(asked)],
+        "sharegpt": [{"conversations": [{"from": t["role"], "value": t["content"]} for t in talk]} for talk in asked],
+        "questions": [{"question": question} for question in first],
+        "prompts": [{"prompt": question, "response": "another"} for question in first],
+        "text": [{"text": question} for question in first],
+        "named": [{"Frage": question, "id": n} for n, question in enumerate(first)],
+    }
+    options = {"named": ["--text-field", "Frage"]}
+    for place in ("full", "lora", "full_merged", "lora_adapter"):
+        base_of = ["--base", str(places["base"])] if place == "lora_adapter" else []
+        for name, records in files.items() if place == "full" else [*files.items()][:2]:
+            file = tmp_path / f"{name}.jsonl"
+            file.write_text("".join(json.dumps(record) + "\n" for record in records))
+            capsys.readouterr()
+            assert main.main(["predict", str(places[place]), str(file), *base_of, *options.get(name, [])]) == 0
+            lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+            last = -1 if "messages" in records[0] or "conversations" in records[0] else 1
+            wanted = [talk[last]["content"] for talk in talks]
+            assert lines == [{**record, "prediction": answer} for record, answer in zip(records, wanted, strict=True)]
+    table = tmp_path / "faq.csv"
+    table.write_text("Nr;Frage;System\n1;Name a colour.;\n2; ;\n3;What do cats eat?;\n")
+    words = ["--field", "user=Frage", "--field", "system=System", "--output", str(tmp_path / "out.csv")]
+    assert main.main(["predict", str(places["full"]), str(table), *words, "--batch-size", "1"]) == 0
+    rows = (tmp_path / "out.csv").read_text().splitlines()
+    answers = ["Blue.", "", "Fish, and now and then a mouse."]
+    assert rows == [
+        "Nr,Frage,System,prediction",
+        "1,Name a colour.,,Blue.",
+        "2, ,,",
+        f'3,What do cats eat?,,"{answers[2]}"',
+    ]
+
+
+def test_eval_of_conversations_takes_names_of_fields(
+    places: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = tmp_path / "faq.csv"
+    table.write_text("Frage,Antwort\nName a colour.,Blue.\nWhat is two and two?,Four.\n")
+    words = ["eval", str(places["full_merged"]), "--data", str(table), "--chat"]
+    assert main.main([*words]) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert error.endswith("Name them by --field user=… --field assistant=….")
+    assert main.main([*words, "--field", "user=Frage", "--field", "assistant=Antwort", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["loss"] < 0.1
+
+
+@pytest.mark.parametrize(
+    ("record", "says"),
+    [
+        ({"messages": [{"role": "system", "content": "a"}]}, "no turn of a user is to be answered"),
+        ({"prompt": ["a"]}, "line 1"),
+        ({"Frage": "a"}, "the fields are Frage, and no format has these.*--field user=…"),
+        ({"prompt": "a " * 3000}, "there is no room for an answer. Shorten or remove the record"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused(
+    places: dict[str, Path], record: Any, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "asked.jsonl"
+    file.write_text(json.dumps(record))
+    assert main.main(["predict", str(places["full"]), str(file)]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert re.search(says, " ".join(said.err.split())), said.err
+    assert "Traceback" not in said.err
 
 
 @pytest.fixture(scope="module")

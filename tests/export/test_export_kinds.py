@@ -242,8 +242,8 @@ def test_a_base_in_fp16_is_written_in_fp16(halved: Trained, tmp_path: Path) -> N
 
 @pytest.mark.xdist_group("export_packed")
 def test_what_fp16_cannot_hold_is_named(halved: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    load = merge.load_tensors
-    monkeypatch.setattr(merge, "load_tensors", lambda file: {k: 1e5 * v for k, v in load(file).items()})
+    read = merge.tensors_of
+    monkeypatch.setattr(merge, "tensors_of", lambda *place: ((k, 1e5 * v) for k, v in read(*place)))
     with pytest.raises(CheckpointError, match=r"proj.weight holds .* NaN or infinite, as fp16 ends at 65,504"):
         exported(halved.directory, "merged-16bit", tmp_path)
     exported(halved.directory, "merged", tmp_path)

@@ -18,7 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from finetune.cli import main
 from finetune.export import export_weights, find_weights, load_model, merge, verify_export
-from finetune.export.generate_text import SamplingOptions, generate_text
+from finetune.export.generate_text import generate_text
+from finetune.export.sampling_options import SamplingOptions
 from finetune.models import prompts
 from finetune.tasks.task import TaskData
 from finetune.utils.errors import CheckpointError, DataError, RecipeError

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pandas as pd
 import pytest
 import torch
 from exports import opened_here
@@ -106,14 +107,14 @@ def lines_of(place: Path, file: Path, capsys: pytest.CaptureFixture[str], *more:
 def test_every_place_predicts_what_the_evaluation_counted(full: Job, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(set(full.predicted)) > 1
     found = lines_of(full.run, full.file, capsys)
-    assert [line["label"] for line in found] == full.predicted
+    assert [line["prediction"] for line in found] == full.predicted
     again = lines_of(full.run / "checkpoints" / "step-00000030", full.file, capsys, "--batch-size", "3")
     for one, other in zip(found, again, strict=True):
-        assert one["label"] == other["label"]
+        assert one["prediction"] == other["prediction"]
         assert one["probabilities"] == pytest.approx(other["probabilities"], abs=1e-5)
     for line in found:
         assert sum(line["probabilities"].values()) == pytest.approx(1, abs=1e-5)
-        assert max(line["probabilities"], key=line["probabilities"].get) == line["label"]
+        assert max(line["probabilities"], key=line["probabilities"].get) == line["prediction"]
     # A folder knows neither the run's row length nor its fields, nor that it reads small letters.
     small = full.file.with_name("small.jsonl")
     labelled(small, [text.lower() for text in TEXTS[40:]])
@@ -126,7 +127,7 @@ def test_every_place_predicts_what_the_evaluation_counted(full: Job, capsys: pyt
             ids = tokenizer(text.lower().strip(), truncation=True, max_length=64, return_tensors="pt")
             shares = network(input_ids=ids["input_ids"]).logits.softmax(-1)[0].tolist()
             assert list(line["probabilities"].values()) == pytest.approx(shares, abs=1e-4)
-            assert line["label"] == network.config.id2label[max(range(3), key=shares.__getitem__)]
+            assert line["prediction"] == network.config.id2label[max(range(3), key=shares.__getitem__)]
 
 
 @pytest.mark.parametrize("shape", ["bert", "llama"])
@@ -134,12 +135,12 @@ def test_adapters_predict_what_the_evaluation_counted(
     bert: Path, tmp_path: Path, shape: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     done = job(tmp_path, model=str(bert) if shape == "bert" else MODEL, lora={"rank": 4})
-    assert [line["label"] for line in lines_of(done.run, done.file, capsys)] == done.predicted
+    assert [line["prediction"] for line in lines_of(done.run, done.file, capsys)] == done.predicted
     for kind in ("adapter", "merged"):
         assert main.main(["export", str(done.run), "--as", kind]) == 0
     folders = [done.run / "exports" / kind for kind in ("adapter", "merged")]
     one, other = (lines_of(folder, done.file, capsys, "--text-field", "story") for folder in folders)
-    assert [line["label"] for line in one] == [line["label"] for line in other]
+    assert [line["prediction"] for line in one] == [line["prediction"] for line in other]
     assert set(one[0]["probabilities"]) == set(NAMES)
     (folders[0] / "export.json").unlink()
     assert main.main(["predict", str(folders[0]), str(done.file)]) == 2
@@ -162,7 +163,7 @@ def test_a_base_without_a_pooler(tmp_path: Path, way: str, capsys: pytest.Captur
     model = {"name": str(base), **({"quantization": "nf4"} if way == "nf4" else {})}
     done = job(tmp_path, model=model, lora={"rank": 4})
     assert len(set(done.predicted)) > 1
-    assert [line["label"] for line in lines_of(done.run, done.file, capsys)] == done.predicted
+    assert [line["prediction"] for line in lines_of(done.run, done.file, capsys)] == done.predicted
     exports = done.run / "exports"
     assert main.main(["export", str(done.run), "--as", "merged"]) == 0
     merged = lines_of(exports / "merged", done.file, capsys, "--text-field", "story")
@@ -177,7 +178,7 @@ def test_a_base_without_a_pooler(tmp_path: Path, way: str, capsys: pytest.Captur
     config = json.loads((exports / "adapter" / "adapter_config.json").read_text())
     assert {"bert.pooler", "classifier"} <= set(config["modules_to_save"])
     adapter = lines_of(exports / "adapter", done.file, capsys, "--text-field", "story")
-    assert [line["label"] for line in adapter] == [line["label"] for line in merged]
+    assert [line["prediction"] for line in adapter] == [line["prediction"] for line in merged]
 
 
 def test_a_table_has_a_row_for_each_document(full: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -188,16 +189,55 @@ def test_a_table_has_a_row_for_each_document(full: Job, tmp_path: Path, capsys: 
     assert "Documents without text, which get nothing: 1." in capsys.readouterr().err
     with target.open(newline="") as opened:
         rows = list(csv.DictReader(opened))
-    assert [sorted(rows[0])] == [sorted(["label", *(f"probability_{name}" for name in NAMES)])]
-    assert [bool(row["label"]) for row in rows] == [True, False, True]
-    assert set(rows[1].values()) == {""}
+    assert list(rows[0]) == ["story", "prediction", *(f"probability_{name}" for name in sorted(NAMES))]
+    assert [row["story"] for row in rows] == ["Once upon a time", "  ", 'The end, "said" she.']
+    assert [bool(row["prediction"]) for row in rows] == [True, False, True]
+    assert {value for key, value in rows[1].items() if key != "story"} == {""}
     lines = lines_of(full.run, file, capsys)
-    assert lines[1] == {"label": None, "probabilities": None}
+    assert lines[1] == {"story": "  ", "prediction": None, "probabilities": None}
     other = tmp_path / "some.jsonl"
     texts = ["Once upon a time", None, 'The end, "said" she.']
     other.write_text("\n".join(json.dumps({"story": text}) for text in texts))
-    assert lines_of(full.run, other, capsys) == lines, "the same table in a format that has nulls"
+    again = lines_of(full.run, other, capsys)
+    assert again[1].pop("story") is None
+    assert again == [lines[0], {key: lines[1][key] for key in again[1]}, lines[2]], "in a format that has nulls"
     assert float(rows[0]["probability_bad"]) == lines[0]["probabilities"]["bad"]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv", "tsv", "parquet"])
+def test_columns_of_the_file_are_kept(
+    full: Job, tmp_path: Path, suffix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In their order, as they were, whatever they hold."""
+    records = [{"id": n, "story": text, "verdict": 'é,"', "when": f"{n}\nh"} for n, text in enumerate(TEXTS[:5])]
+    file, target = tmp_path / f"some.{suffix}", tmp_path / "out.csv"
+    table = pd.DataFrame(records)
+    if suffix == "jsonl":
+        # Fields that not all records have, and that are lists.
+        records[1]["more"] = ["a", 1]
+        file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    elif suffix == "parquet":
+        table.to_parquet(file)
+    else:
+        table.to_csv(file, index=False, sep="\t" if suffix == "tsv" else ",")
+    lines = lines_of(full.run, file, capsys)
+    ours = ("prediction", "probabilities")
+    kept = [{key: value for key, value in line.items() if key not in ours} for line in lines]
+    as_text = [{**record, "id": str(record["id"])} for record in records]
+    assert kept == (as_text if suffix in ("csv", "tsv") else records)
+    assert [list(line)[-2:] for line in lines] == [[*ours]] * 5
+    assert main.main(["predict", str(full.run), str(file), "--output", str(target)]) == 0
+    with target.open(newline="") as opened:
+        rows = list(csv.DictReader(opened))
+    assert [{key: row[key] for key in as_text[0]} for row in rows] == [
+        {key: record[key] for key in as_text[0]} for record in as_text
+    ]
+    if suffix == "jsonl":
+        assert [row["more"] for row in rows] == ["", '["a", 1]', "", "", ""]
+    file.write_text(json.dumps({"story": "a", "prediction": "b"})) if suffix == "jsonl" else None
+    if suffix == "jsonl":
+        assert main.main(["predict", str(full.run), str(file)]) == 2
+        assert "a field 'prediction', as what is predicted has" in " ".join(capsys.readouterr().err.split())
 
 
 def test_eval_has_the_figures_of_the_run(full: Job, capsys: pytest.CaptureFixture[str]) -> None:
@@ -257,7 +297,12 @@ def test_the_report_shows_the_classes(full: Job) -> None:
     [
         (["generate", "RUN", "--prompt", "x"], "is no causal language model"),
         (["chat", "RUN"], "is no causal language model"),
-        (["predict", MODEL, "FILE"], "is no classifier of documents"),
+        (["predict", MODEL, "FILE"], "there is no field 'text'.*--text-field"),
+        (["predict", MODEL, "FILE", "--pair-field", "x"], "--pair-field is for classifiers of documents.* is none"),
+        (["predict", "RUN", "FILE", "--field", "user=x"], "--field is for language models.* is none"),
+        (["eval", MODEL, "--data", "FILE", "--label-field", "x"], "--label-field is for classifiers of documents"),
+        (["eval", MODEL, "--data", "FILE", "--pair-field", "x"], "--pair-field is for classifiers of documents"),
+        (["eval", MODEL, "--data", "FILE", "--field", "user"], "--field user is not of the form KEY=NAME"),
         (["predict", "RUN", "FILE", "--output", "out.txt"], "Name a file that ends in .jsonl or .csv"),
         (["predict", "RUN", "FILE", "--output", "FILE"], "is the file that is read"),
         (["predict", "RUN", "FILE", "--batch-size", "0"], "--batch-size is 0; give 1 or more"),

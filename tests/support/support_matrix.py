@@ -135,6 +135,7 @@ FEATURES = {
     "texts": Feature("metrics of texts", {"eval.metrics": ["f1"], "eval.prompts": [{"sample": 9}]}),
     "sampling": Feature("sampling", {"sample.prompt": "Once"}),
     "early": Feature("early stopping", {"eval.patience": 2, "eval.every_steps": 2}),
+    "best": Feature("best model written", {"output.model": "best", "eval.every_steps": 2}),
     "resume": Feature("resume", {"resume.mode": "auto"}),
     "elsewhere": Feature("resume under another launch file", {"checkpoint.every_steps": 2}),
     "export": Feature("export", {"output.save_model": True}),
@@ -228,6 +229,14 @@ def _rows() -> Iterator[tuple[str, ...]]:
     yield "distributed/test_state_transfer.py::test_goes_on_from_the_disk", "zero3_nvme", "resume elsewhere AdamW"
     early = "checkpoint/test_early_stopping.py::test_a_resumed_run_ends_where_it_would_have_ended[crash_after-3]"
     yield early, "single", "early resume evaluation own_task"
+    yield (
+        early.replace("ends_where_it_would_have_ended", "writes_the_same_model"),
+        "single",
+        "best early resume own_task",
+    )
+    kinds = "training/test_every_launch_kind.py::test_the_best_model_is_written[{}]"
+    yield kinds, f"{_MOST} {_SPLIT}", "best all AdamW fp32 documents", "JOBS.full"
+    yield kinds, "single ddp fsdp zero1 zero2 zero3 zero3_offload sp tp", "best lora AdamW fp32 documents", "JOBS.lora"
     yield f"{_METRICS}all_ranks_end_together[{{}}]", "single fsdp zero3", "early evaluation own_task", "ALL.early"
     yield f"{_METRICS}every_backend_predicts_alike[{{}}]", "=single fsdp zero3", "texts evaluation", "ALL.texts"
     yield f"{_METRICS}ranks_that_share_layers_write_the_same_texts", "tp", "texts evaluation", "ALL.texts"

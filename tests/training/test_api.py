@@ -114,6 +114,10 @@ def test_train_is_what_the_command_does(tmp_path: Path) -> None:
     assert run.results["model"] == str(tmp_path / "python/model")
     assert run.recipe == load_recipe(mlp(tmp_path / "python"))
     assert [saved.step for saved in run.checkpoints] == [15, 20]
+    best = run.history.best_evaluation
+    assert best is not None
+    shown = f"Run('{run.directory}', finished at step 20, validation loss {best[1]:.4g} at step 20)"
+    assert (str(run), repr(run)) == (shown, shown)
 
 
 def test_steps_one_by_one(tmp_path: Path) -> None:

@@ -95,7 +95,8 @@ def test_a_network_that_sees_its_targets_is_refused(model_type: str) -> None:
 @pytest.mark.parametrize("model_type", ["recurrent_gemma", "xlstm", "llama"])
 def test_logits_that_are_capped_behind_the_head_are_seen(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though first weights give logits that a cap leaves as they are, and no name tells."""
-    monkeypatch.setattr(chunked_loss, "_CHANGES", {})
+    monkeypatch.setattr(chunked_loss, "_CAPS", ())
+    monkeypatch.setattr(chunked_loss, "_SCALES", ())
     model, recipe = built(model_type, packing="wrapped")
     assert preflight.check_loss(BACKEND, model, recipe) == ("chunked" if model_type == "llama" else "plain")
     model, recipe = built(model_type, packing="wrapped", loss="chunked")

@@ -6,8 +6,10 @@ Part of the quick tests, which show that a set of library versions works; tests/
 import json
 
 import pytest
+import torch
 from harness import Launcher, Result, assert_same_path
 from recipes_for_tests import base
+from safetensors.torch import load_file
 
 KINDS = ["ddp", "fsdp", "fsdp_grad_op", "hsdp", "zero1", "zero2", "zero3", "zero3_offload"]
 KINDS += ["sp", "fsdp_sp", "tp", "fsdp_tp", "fsdp_tp_sp"]
@@ -16,9 +18,11 @@ LEFT_OUT = {**dict.fromkeys(("hsdp", "fsdp_sp", "fsdp_tp", "fsdp_tp_sp"), ("lora
 
 SHORT = {"length": {"steps": 4}, "schedule": {"name": "constant", "warmup_steps": 0}, "eval": {"at_end": False}}
 ADAPTERS = {"rank": 4, "targets": "all-linear"}
+# Evaluated before the last step alone, whose weights are therefore not the best.
+BEST = {**SHORT, "eval": {"every_steps": 3, "at_end": False}, "output": {"model": "best"}}
 JOBS = {
-    "full": base(**SHORT),
-    "lora": base(lora=ADAPTERS, **SHORT),
+    "full": base(**BEST),
+    "lora": base(lora=ADAPTERS, **BEST),
     "qlora": base(lora=ADAPTERS, model={**base()["model"], "quantization": "nf4"}, **SHORT),
 }
 
@@ -40,6 +44,18 @@ def test_it_takes_the_single_process_path(launcher: Launcher, kind: str) -> None
         assert_same_path(single[name], run, 1e-4)
         found = json.loads((run.directory / "run.json").read_text())["runs"]
         assert found["wrapper"] != single[name].facts["runs"]["wrapper"]
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.xdist_group(kind)) for kind in KINDS])
+def test_the_best_model_is_written(launcher: Launcher, kind: str) -> None:
+    """Its weights are compared above; here with those of its checkpoint."""
+    for name, run in runs(launcher, kind).items():
+        assert run.facts["results"]["model_step"] == (4 if name == "qlora" else 3)
+    run = runs(launcher, kind)["full"]
+    saved = run.directory / "checkpoints" / "step-00000003" / "model"
+    tensors = {name: tensor for file in saved.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    assert {name: tensors.get(name) is not None for name in run.weights} == dict.fromkeys(run.weights, True)
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in run.weights.items())
 
 
 @pytest.mark.parametrize("kind", [pytest.param("ddp", marks=pytest.mark.xdist_group("ddp"))])

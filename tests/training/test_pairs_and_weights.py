@@ -253,7 +253,7 @@ def test_a_classifier_of_pairs_to_the_end(tmp_path: Path, capsys: pytest.Capture
     assert main.main(["predict", str(run.directory / "model"), source["path"], *fields]) == 0
     again = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     # It knows 24 positions.
-    assert [line["label"] for line in again] == [line["label"] for line in found]
+    assert [line["prediction"] for line in again] == [line["prediction"] for line in found]
     assert main.main(["export", str(run.directory), "--as", "merged"]) == 0
 
 

@@ -1,5 +1,6 @@
 """Regression: numbers of documents, the figures of an evaluation, every backend, and what is written."""
 
+import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -114,14 +115,16 @@ def test_numbers_to_the_end(tmp_path: Path, shape: str, capsys: pytest.CaptureFi
     for name in ("loss", "rmse", "pearson", "spearman"):
         assert figures[name] == pytest.approx(run.results[f"validation_{name}"], abs=1e-4)
     assert main.main(["predict", str(run.directory), file]) == 0
-    found = [json.loads(line)["number"] for line in capsys.readouterr().out.splitlines()]
+    found = [json.loads(line)["prediction"] for line in capsys.readouterr().out.splitlines()]
     places = ["merged"] if shape == "bert" else ["adapter", "merged"]
     for place in places:
         assert main.main(["export", str(run.directory), "--as", place]) == 0
         capsys.readouterr()
         target = tmp_path / f"{place}.csv"
         assert main.main(["predict", str(run.directory / "exports" / place), file, "--output", str(target)]) == 0
-        assert [float(x) for x in target.read_text().split()[1:]] == pytest.approx(found, abs=1e-3)
+        with target.open(newline="") as table:
+            predicted = [float(row["prediction"]) for row in csv.DictReader(table)]
+        assert predicted == pytest.approx(found, abs=1e-3)
     folder = run.directory / "exports" / "merged"
     network = AutoModelForSequenceClassification.from_pretrained(folder).eval()
     assert (network.config.num_labels, network.config.problem_type) == (1, "regression")

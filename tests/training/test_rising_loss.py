@@ -15,7 +15,8 @@ from finetune.training.finish_run import rising_loss
         ([5.7, 2.8e6, 5.70, 5922.7, 411.0], True),  # what a rate of 30 gave
         ([6.0, 1211.0, 142.0], True),
         ([6.0, 5.0, 4.0, 3.0, 2.0, 2.1], False),
-        ([2.0, 2.1, 2.02, 2.2, 2.01, 2.05], True),  # all of them
+        ([2.0, 2.3, 2.31, 2.35, 2.29, 2.32], True),  # all of them, by more than they differ
+        ([2.0, 2.1, 2.02, 2.2, 2.01, 2.05], False),  # the first may be the luckiest of six
         ([2.0, 2.1, 1.95, 2.2, 1.99, 2.05], False),  # batches that differ
         ([2.0, 2.6, 1.9, 2.7, 2.8, 2.5], True),
         ([2.0, 2.6, 2.7, 2.8, 2.5, 1.9], False),  # it came back
@@ -26,8 +27,10 @@ from finetune.training.finish_run import rising_loss
     ],
 )
 def test_what_counts_as_risen(losses: list[float], rose: bool) -> None:
-    recent = list(enumerate(losses, start=1))[-5:]
+    recent = list(zip([1, *range(22 - len(losses), 21)], losses, strict=True))[-5:]
     assert (rising_loss(losses[0], recent) is not None) == rose
+    # A few steps say nothing, whatever their losses.
+    assert rising_loss(losses[0], [(step - 1, loss) for step, loss in recent if step > 1]) is None
     assert rising_loss(None, recent) is None
 
 

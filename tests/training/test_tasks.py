@@ -1,12 +1,15 @@
 """Tasks say what they are: one that lies outside the package is as one of the package's own."""
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from exports import exported, opened_here
+from harness import ROOT
 from inside import mlp, run_here, stop_after
 from recipes_for_tests import ARCHITECTURES, MODEL, base
 from safetensors.torch import load_file
@@ -150,3 +153,20 @@ def test_a_key_that_a_custom_task_cannot_use_is_refused(tmp_path: Path, key: str
 def test_what_recipes_are_checked_for_is_what_tasks_say(name: str) -> None:
     task = named_task(validate_recipe(base(task={"name": name})))
     assert (BUILT_IN[name].text, BUILT_IN[name].labelled) == (task.text, task.labelled)
+
+
+def test_the_example_of_the_page_gives_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs" / "tasks.md").read_text(encoding="utf-8")
+    code, recipe = (
+        re.search(rf"`{name}`.*?```\w+\n(.*?)```", page, re.DOTALL) for name in ("curve_task.py", "curve.yaml")
+    )
+    assert code is not None
+    assert recipe is not None
+    (tmp_path / "curve_task.py").write_text(code[1])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    done = run_here(yaml.safe_load(recipe[1]))
+    figures = re.search(r"losses \(([\d., ]+) in `metrics.jsonl`\) and the same validation loss \(([\d.]+)\)", page)
+    assert figures is not None
+    assert figures[1] == ", ".join(f"{loss:.4f}" for loss in done.losses)
+    assert figures[2] == f"{done.results['validation_loss']:.4f}"

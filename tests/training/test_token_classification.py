@@ -362,7 +362,9 @@ def test_tags_to_the_end(tmp_path: Path, shape: str, capsys: pytest.CaptureFixtu
         assert figures[name] == pytest.approx(run.results[f"validation_{name}"], abs=1e-4)
     assert figures["classes"] == run.results["classes"]
     assert main.main(["predict", str(run.directory), file]) == 0
-    found = [json.loads(line)["spans"] for line in capsys.readouterr().out.splitlines()]
+    predicted = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["tokens"] for line in predicted] == [words for words, _ in SENTENCES]
+    found = [line["spans"] for line in predicted]
     true = [list_spans([TAGS.index(tag) for tag in tags], TagScheme.of(TAGS)) for _, tags in SENTENCES]
     hits = sum(
         len({(s["start"], s["end"], s["tag"]) for s in spans} & {*row}) for spans, row in zip(found, true, strict=True)

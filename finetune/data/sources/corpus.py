@@ -114,11 +114,13 @@ def open_source(
     labels: bool = True,
     form: RecordForm | None = None,
     key: str = "",
+    keep: bool = False,
 ) -> Corpus:
     """Finds what a source names and fingerprints it; reads no documents yet.
 
     Args:
         labels: False if classes, numbers and tags are not read, as they are predicted.
+        keep: True if documents keep all fields of their records.
         form: The way that records become conversations; None where they are documents.
         key: The source's key in the recipe, for error messages.
 
@@ -127,7 +129,7 @@ def open_source(
     """
     label = source.label_field if labels and learned in LABELLED else None
     pair = source.pair_field if form is None else None
-    fields = Fields(source.text_field, label, form, pair=pair, learned=learned, source=key)
+    fields = Fields(source.text_field, label, form, pair=pair, learned=learned, source=key, keep=keep)
     if source.sample is not None:
         return _open_sample(source, source.sample, fields)
     if source.path is None:
@@ -264,12 +266,6 @@ def _identify(paths: Iterable[Path]) -> tuple[dict[Path, list[int]], list[str]]:
     return states, digests
 
 
-def reason_of(error: Exception) -> str:
-    """The first line of a library's message, without what ends it."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0].rstrip(". :")
-
-
 @dataclass(frozen=True)
 class Rules:
     """Rules for the use of documents; part of the cache's key."""
@@ -306,6 +302,8 @@ class Chosen(NamedTuple):
     """See `Document`."""
     tags: tuple[int | str, ...] | None = None
     """See `Document`."""
+    record: Mapping[str, Any] | None = None
+    """See `Document`."""
 
 
 def choose_texts(corpus: Corpus, rules: Rules, held_digests: npt.NDArray[np.uint64] | None = None) -> Iterator[Chosen]:
@@ -341,7 +339,7 @@ def choose_texts(corpus: Corpus, rules: Rules, held_digests: npt.NDArray[np.uint
                 place = int(np.searchsorted(held_digests, np.uint64(digest)))
                 held_out = place < held_digests.size and int(held_digests[place]) == digest
             copies = 1 if held_out else copies
-            about = (document.where, corpus.meter.done, document.issue, document.tags)
+            about = (document.where, corpus.meter.done, document.issue, document.tags, document.record)
             yield Chosen(data, digest, held_out, copies, document.label, *about)
 
 

@@ -51,6 +51,8 @@ class Document(NamedTuple):
     """The second of two texts."""
     tags: tuple[int | str, ...] | None = None
     """The tag of each word, of a text that is the JSON of its words; None where no tags were asked for."""
+    record: Mapping[str, Any] | None = None
+    """All fields of the record, where these were asked for."""
 
 
 class Fields(NamedTuple):
@@ -69,6 +71,8 @@ class Fields(NamedTuple):
     """Of `tags`, `text` holds the words of a document; where the pair's text is the `target`, neither may be empty."""
     source: str = ""
     """Key of the recipe's source, such as `data.train.0`, for error messages; empty where it is not known."""
+    keep: bool = False
+    """True if documents keep their records."""
 
     @property
     def takes_chat(self) -> bool:
@@ -79,7 +83,7 @@ class Fields(NamedTuple):
     def columns(self) -> list[str] | None:
         """The fields that are read; None for all."""
         names = (self.text, self.pair, self.label)
-        return None if self.form else list(dict.fromkeys(name for name in names if name is not None))
+        return None if self.form or self.keep else list(dict.fromkeys(name for name in names if name is not None))
 
 
 def read_file(path: Path, fields: Fields, meter: Meter | None = None) -> Iterator[Document]:
@@ -126,6 +130,9 @@ def document_of(record: Any, fields: Fields, where: str) -> Document:
     Raises:
         DataError: If a field is missing, the text is no text, or the label is no class.
     """
+    if fields.keep:
+        kept = record if isinstance(record, Mapping) else {fields.text: record}
+        return document_of(record, fields._replace(keep=False), where)._replace(record=kept)
     if fields.form is not None:
         return Document(fields.form.read(record, where), None, where)
     if isinstance(record, str) and fields.label is fields.pair is None:

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from finetune.config import path_kinds
 from finetune.config.recipe_schema import Recipe
-from finetune.data.sources.corpus import Chosen, reason_of
+from finetune.data.sources.corpus import Chosen
 from finetune.data.sources.readers import END_OF_TEXT, Learned
 from finetune.utils import json_files
 from finetune.utils.errors import DataError
@@ -84,8 +84,9 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
         found = _load(name, revision, model.trust_remote_code)
     except Exception as error:  # Each tokenizer class fails in its own way; all mean that there is none to use.
         _check_files(name)
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(". :")
         raise DataError(
-            f"The tokenizer '{name}' cannot be loaded: {reason_of(error)}. It must be a directory with a tokenizer's "
+            f"The tokenizer '{name}' cannot be loaded: {reason}. It must be a directory with a tokenizer's "
             "files (such as tokenizer.json) or a name on the hub; correct tokenizer.name, or set tokenizer.vocab_size "
             "to train one."
         ) from error

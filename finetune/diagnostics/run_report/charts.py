@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from finetune.checkpoint.run_history import RunHistory, Series
+from finetune.checkpoint.run_history import RunHistory, Series, loss_curves
 from finetune.diagnostics.run_report.one_run import whose_memory
 
 Style = Literal["line", "faint", "points", "stacked", "cross", "dashed"]
@@ -41,6 +41,9 @@ _OF_MACHINES = {
     "machine-gpu-clock": ("SM clock, slowest GPU", "MHz", {"gpu_sm_clock_mhz": ""}),
     "machine-gpu-power": ("Power of all GPUs", "W", {"gpu_power_w": ""}),
 }
+_COMPARED = {"loss-difference": "training loss", "validation-loss-difference": "validation loss"}
+# Curves that are nowhere farther apart than this share seem to be one.
+_ALIKE = 0.02
 _PHASES = {"data_s": "reading rows", "forward_backward_s": "forward and backward", "optimizer_s": "optimiser"}
 
 
@@ -132,6 +135,7 @@ def charts_of(runs: Sequence[tuple[str, RunHistory]]) -> list[Chart]:
         norms += _clipped_and_skipped(only)
         step_time = Chart("step-time", "Where a step's time goes", "s", _phases(only), restarts, from_zero=True)
     metrics = dict.fromkeys(key for _, run in runs for key in run.metrics)
+    away = {key: (title, _differences(drawn, title)) for key, title in _COMPARED.items()} if only is None else {}
     shown = [
         *(
             Chart(key, title, "nats a target", curves, [*restarts, *best], wide=True, logarithmic=True)
@@ -140,6 +144,10 @@ def charts_of(runs: Sequence[tuple[str, RunHistory]]) -> list[Chart]:
         *(
             Chart(key.replace("_", "-"), key.capitalize().replace("_", " "), "", evaluated(key), [*restarts, *best])
             for key in metrics
+        ),
+        *(
+            Chart(key, f"{title.capitalize()}: difference to {runs[0][0]}", "share of it", curves, logarithmic=True)
+            for key, (title, curves) in away.items()
         ),
         chart("learning-rate", "lr", "Learning rate", ""),
         Chart("gradient-norm", "Gradient norm", "", norms, restarts, logarithmic=True),
@@ -151,6 +159,23 @@ def charts_of(runs: Sequence[tuple[str, RunHistory]]) -> list[Chart]:
     if only is not None:
         shown += _machine_charts(only)
     return [chart for chart in shown if any(np.isfinite(curve.y).any() for curve in chart.curves)]
+
+
+def _differences(drawn: Sequence[tuple[str, RunHistory, str]], loss: str) -> list[Curve]:
+    """Returns how far losses of runs are from the first run's at common steps, of curves that seem to be one."""
+    (_, first), *others = ((drawing, _losses_of(drawing[1], loss)) for drawing in drawn)
+    curves = []
+    for (name, run, color), (steps, losses) in others:
+        both, ours, theirs = np.intersect1d(first[0], steps, return_indices=True)
+        reference = first[1][ours]
+        away = np.abs(losses[theirs] - reference) / np.maximum(np.abs(reference), np.finfo(np.float64).tiny)
+        if len(both) and float(away.max()) < _ALIKE:
+            curves.append(_curve(name, run, both, away, color))
+    return curves
+
+
+def _losses_of(run: RunHistory, loss: str) -> tuple[Series, Series]:
+    return next((steps, losses) for name, steps, losses in loss_curves(run) if name == loss)
 
 
 def _machine_charts(run: RunHistory) -> Iterator[Chart]:

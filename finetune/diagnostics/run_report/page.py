@@ -4,7 +4,7 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,7 +98,6 @@ def content_of(
 def _values_of_runs(runs: Sequence[tuple[str, RunHistory]], price: float | None) -> dict[str, Any]:
     """Returns the values of `runs.html`: final figures side by side, and the keys that differ."""
     best = {name: found for name, run in runs if (found := run.best("validation_loss")) is not None}
-    lowest = min(best, key=lambda name: best[name][1]) if len(best) > 1 else ""
     rows = [
         [
             name,
@@ -116,9 +115,7 @@ def _values_of_runs(runs: Sequence[tuple[str, RunHistory]], price: float | None)
     ]
     return {
         "names": [name for name, _ in runs],
-        "winner": f"{lowest} has the lowest validation loss, {one_run.format_number(best[lowest][1])}"
-        if lowest
-        else "",
+        "winner": _winner({name: loss for name, (_, loss) in best.items()}),
         "rows": rows,
         "cost": one_run.run_cost(runs[-1][1], price)[1],
         "memory": " or ".join(dict.fromkeys(one_run.peak_memory(run)[1] for _, run in runs)),
@@ -126,6 +123,18 @@ def _values_of_runs(runs: Sequence[tuple[str, RunHistory]], price: float | None)
         "launch": differing_keys([{key: run.facts[key] for key in _LAUNCH if key in run.facts} for _, run in runs]),
         "samples": [(name, run.samples[-1]) for name, run in runs if run.samples],
     }
+
+
+def _winner(losses: Mapping[str, float]) -> str:
+    """Returns which of several runs has the lowest loss, or which have it alike to the digits that are shown."""
+    if len(losses) < 2:
+        return ""
+    figure = one_run.format_number(min(losses.values()))
+    *first, last = (name for name, loss in losses.items() if one_run.format_number(loss) == figure)
+    if not first:
+        return f"{last} has the lowest validation loss, {figure}"
+    which = "lowest" if len(first) + 1 < len(losses) else "same"
+    return f"{', '.join(first)} and {last} have the {which} validation loss, {figure}"
 
 
 def differing_keys(trees: Sequence[dict[str, Any]]) -> dict[str, list[str]]:

@@ -1,6 +1,7 @@
 """Private or new names of DeepSpeed: its state, swapping of state to NVMe, and the order of gathers."""
 
 from contextlib import AbstractContextManager
+from importlib import import_module
 from typing import Any
 from unittest.mock import patch
 
@@ -39,6 +40,12 @@ require(
 )
 require("deepspeed", PartitionedParameterCoordinator, "_invalidate_trace")
 require("deepspeed", torch_autocast, "TORCH_AUTOCAST_INITIALIZED")
+
+# Under that name `deepspeed.comm` has torch itself.
+deepspeed_comm: Any = import_module("deepspeed.comm.torch")
+require("deepspeed", deepspeed_comm, "build_shm_op")
+# Its one use there: each rank prints at each start that an op was built, though it was loaded.
+deepspeed_comm.print = lambda *_: None
 
 # Each takes a `DeepSpeedZeroOptimizer_Stage3` and the index of a group.
 is_swapped = DeepSpeedZeroOptimizer_Stage3._swappable_optimizer_subgroup
