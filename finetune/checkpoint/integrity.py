@@ -72,11 +72,7 @@ def put_file(store: CheckpointStore, name: str, file: str, content: bytes) -> Fi
 
 
 def list_whole(store: CheckpointStore, broken: Collection[str] = ()) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the checkpoints whose files are all there, newest first, each with its manifest; see `check_sizes`.
-
-    Args:
-        broken: Names of checkpoints whose content was found damaged; they are left out.
-    """
+    """Yields the checkpoints, but for `broken` ones, that pass `check_sizes`, newest first, each with its manifest."""
     for name in store.list_names():
         with suppress(CheckpointError):
             if name not in broken:
@@ -89,11 +85,7 @@ def newest_address(store: CheckpointStore, broken: Collection[str] = ()) -> str 
 
 
 def list_resumable(store: CheckpointStore, *, unsealed: bool = True) -> list[str]:
-    """Returns the checkpoints to try, newest first.
-
-    Args:
-        unsealed: Also those that are whole and not sealed: whoever wrote them ended before.
-    """
+    """Returns the checkpoints to try, newest first; `unsealed`: also whole ones whose writer ended before it sealed."""
     found = store.list_names()
     for name in store.list_unsealed() if unsealed else ():
         with suppress(CheckpointError):
@@ -103,10 +95,7 @@ def list_resumable(store: CheckpointStore, *, unsealed: bool = True) -> list[str
 
 
 def seal_checkpoint(store: CheckpointStore, name: str, files: Files, facts: dict[str, Any]) -> None:
-    """Turns what was written, and is on the disk, into a checkpoint.
-
-    Args:
-        facts: What else the manifest says, such as the step.
+    """Turns what was written, and is on the disk, into a checkpoint, whose manifest says `facts` such as the step.
 
     Raises:
         OSError: If it cannot be written, or other files are there.
@@ -192,11 +181,7 @@ def check_sizes(store: CheckpointStore, name: str) -> dict[str, Any]:
 
 
 def verify_checkpoint(store: CheckpointStore, name: str, *, share: int = 0, shares: int = 1) -> None:
-    """Reads a checkpoint's files and compares them with its manifest.
-
-    Args:
-        share: Of the files, this process reads every `shares`-th from here, so that ranks divide the work.
-        shares: How many processes divide it.
+    """Reads every `shares`-th file of a checkpoint, from `share` on, and compares it with the manifest.
 
     Raises:
         CheckpointError: With the first file that is missing, cut short, changed, or nobody's.

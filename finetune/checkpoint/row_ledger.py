@@ -230,16 +230,10 @@ class Audit:
             lines.append(f"{len(self.skipped):,} of these steps skipped, so their rows changed no weight:")
             lines += [f"  {incident.line()}" for incident in self.skipped[:10]]
             lines += [f"  and {len(self.skipped) - 10:,} more, in {INCIDENTS}"] * (len(self.skipped) > 10)
-        if self.unproved:
-            lines.append(f"NOT the rows that the order says: steps {brief_list(self.unproved)}")
-        if self.gaps:
-            lines.append(f"NOT where the step before ended: steps {brief_list(self.gaps)}")
-        if self.missing:
-            lines.append(f"NOT audited: {_no_line(self.missing)}")
-        if self.lost:
-            lines.append(self.lost)
-        lines.append("the ledger holds" if self.holds else "THE LEDGER DOES NOT HOLD")
-        return lines
+        faults = {"the rows that the order says": self.unproved, "where the step before ended": self.gaps}
+        lines += [f"NOT {what}: steps {brief_list(steps)}" for what, steps in faults.items() if steps]
+        lines += [f"NOT audited: {_no_line(self.missing)}"] if self.missing else []
+        return [*lines, *filter(None, [self.lost]), "the ledger holds" if self.holds else "THE LEDGER DOES NOT HOLD"]
 
 
 def _no_line(steps: list[int]) -> str:

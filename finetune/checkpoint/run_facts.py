@@ -35,7 +35,7 @@ _SHAPE: json_files.Shape = {
 }
 STEP_NUMBERS = ("loss", "lr", "grad_norm", "tokens", "tokens_per_s", "step_s", "time")
 """Keys of a line of metrics whose values are numbers, or null if they are not finite."""
-_STEP: json_files.Shape = dict.fromkeys((*STEP_NUMBERS, "validation_loss"), _NUMBER)
+_STEP: json_files.Shape = {"step": int, **dict.fromkeys((*STEP_NUMBERS, "validation_loss"), _NUMBER)}
 _INCIDENT: json_files.Shape = {"step": int, "kind": str, "in_a_row": int, "micro_batches": [{"rows": [int]}]}
 
 
@@ -102,11 +102,10 @@ def read_metrics(directory: Path) -> Lines:
     Raises:
         OSError: If there is no such file.
     """
-
-    def is_metric(line: dict[str, Any]) -> bool:
-        return type(line.get("step")) is int and line["step"] >= 0 and json_files.shape_mismatch(line, _STEP) is None
-
-    return read_whole_lines(directory / METRICS, is_metric)
+    return read_whole_lines(
+        directory / METRICS,
+        lambda line: json_files.shape_mismatch(line, _STEP, ["step"]) is None and line["step"] >= 0,
+    )
 
 
 def read_incidents(directory: Path) -> Lines:

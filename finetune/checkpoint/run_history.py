@@ -280,13 +280,11 @@ class RunReader:
     """Reads a run again and again while it goes; each time only what is new of its metrics."""
 
     def __init__(self, directory: Path, *, only_outcome: bool = False) -> None:
-        """
-        Args:
-            only_outcome: Read the evaluations, the training line before each, and the newest one: fast for any run.
-        """
+        """With `only_outcome`, reads evaluations, the training line before each, and the newest one: fast for all."""
         self._directory, self._only_outcome = directory, only_outcome
         self._metrics_file, self._machines_file = _GrowingFile(directory / METRICS), _GrowingFile(directory / MACHINES)
-        self._machines: dict[int, _MachineSamples] = {}
+        # By number: the host, its samples, and how many of them are throttled, by reason.
+        self._machines: dict[int, tuple[str, _Columns, Counter[str]]] = {}
 
     def read(self) -> RunHistory:
         """Returns the run as it is now.
@@ -335,8 +333,8 @@ class RunReader:
             starts=_starts(facts, training, status, last_written),
             checkpoints=tuple(checkpoints),
             machines=tuple(
-                MachineHistory(number, found.host, found.columns.arrays(), dict(found.throttled))
-                for number, found in sorted(self._machines.items())
+                MachineHistory(number, host, columns.arrays(), dict(throttled))
+                for number, (host, columns, throttled) in sorted(self._machines.items())
             ),
             status=status,
             damaged_lines=self._metrics_file.damaged + self._machines_file.damaged + len(journal.damaged),
@@ -371,19 +369,11 @@ class RunReader:
             raise ValueError
         known = {key: [float(gpu[key]) for gpu in gpus if key in gpu] for key in _OF_GPUS}
         worst = {f"gpu_{key}": choose(known[key]) for key, choose in _OF_GPUS.items() if known[key]}
-        throttled = {str(reason) for gpu in gpus for reason in gpu.get("throttled", [])}
-        found = self._machines.get(number) or _MachineSamples(_Columns((*SAMPLED, *SAMPLED_GPUS)), Counter())
-        found.columns.add({"time": line["time"], **line, **worst})
-        found.host = host
-        found.throttled.update(throttled)
-        self._machines[number] = found
-
-
-@dataclass
-class _MachineSamples:
-    columns: "_Columns"
-    throttled: Counter[str]
-    host: str = ""
+        reasons = {str(reason) for gpu in gpus for reason in gpu.get("throttled", [])}
+        _, columns, throttled = self._machines.get(number, ("", _Columns((*SAMPLED, *SAMPLED_GPUS)), Counter[str]()))
+        columns.add({"time": line["time"], **line, **worst})
+        throttled.update(reasons)
+        self._machines[number] = host, columns, throttled
 
 
 class _GrowingFile:
@@ -434,14 +424,9 @@ def read_run(directory: Path, *, only_outcome: bool = False) -> RunHistory:
 
 def loss_curves(run: RunHistory) -> list[tuple[str, Series, Series]]:
     """Returns names, steps and values of the training and the validation losses that are numbers."""
-    curves = []
-    for name, steps, losses in (
-        ("training loss", run.training["step"], run.training["loss"]),
-        ("validation loss", run.evaluations["step"], run.evaluations["validation_loss"]),
-    ):
-        known = np.isfinite(losses)
-        curves.append((name, steps[known], losses[known]))
-    return curves
+    curves = (("training loss", run.training, "loss"), ("validation loss", run.evaluations, "validation_loss"))
+    known = [(name, series, series[key], np.isfinite(series[key])) for name, series, key in curves]
+    return [(name, series["step"][finite], losses[finite]) for name, series, losses, finite in known]
 
 
 def _outcome(lines: Iterable[bytes]) -> Iterator[bytes]:

@@ -58,17 +58,13 @@ def check_code(run: Path, recipe: Recipe, runs: Iterable[str], weights: Path | N
 
 
 def sign_code(run: Path, recipe: Recipe) -> dict[str, list[str]]:
-    """Returns the signatures of the code that a recipe leads to, for `run.json`; none if the home cannot be written.
-
-    Args:
-        run: Its directory, whose checkpoints may be there from earlier starts.
-    """
+    """Returns the signatures of the code that a recipe leads to, for `run.json`; none if the home cannot be written."""
     named = _code_of(recipe)
     secret = _secret(create=True) if named else None
     if secret is None:
         return {}
     signed = {key: [_sign(secret, key, texts[0]) for texts in code.values()] for key, code in named.items()}
-    if SHIPPED in signed:
+    if SHIPPED in signed:  # checkpoints may be there from earlier starts
         signed[SHIPPED] = list(dict.fromkeys([*signed[SHIPPED], *_signatures(run).get(SHIPPED, ())]))
     return signed
 

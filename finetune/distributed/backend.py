@@ -105,7 +105,8 @@ class Backend:
 
     def facts(self) -> dict[str, Any]:
         """Returns the request for `run.json`: the launch, and DeepSpeed's config with every `auto` filled in."""
-        asked = {key: value for key, value in asdict(self.launch).items() if key != "ds_config"}
+        asked = asdict(self.launch)
+        del asked["ds_config"]
         return {"launch": asked, "ds_config": getattr(self.accelerator, "deepspeed_config", None)}
 
     def loading(self, pretrained: bool) -> AbstractContextManager[None]:
@@ -116,9 +117,6 @@ class Backend:
         self, model: nn.Module, optimizer: torch.optim.Optimizer, splits: Splits = UNSPLIT
     ) -> tuple[nn.Module, Any]:
         """Wraps model and optimiser for what was asked; weights are the same on every backend afterwards.
-
-        Args:
-            splits: Parameters of the model that are split over the ranks of a tensor-parallel group.
 
         Raises:
             BackendError: If the model has tensors without storage, or parameters went missing on the way.
@@ -352,10 +350,7 @@ class Backend:
     ) -> Iterator[tuple[str, torch.Tensor | None]]:
         """Yields each parameter whole, one at a time: on rank 0 an fp32 (if trainable) CPU copy, elsewhere None.
 
-        Every rank must run through it, in step.
-
-        Args:
-            network: The network inside the prepared model.
+        Every rank must run through it, in step. `network` is the one inside the prepared model.
         """
         self._reshard()
         trained = self.strategy.read_state(self, network, self.optimizer, parameters_only=True)

@@ -49,11 +49,7 @@ PREFIXES = {
 def launch_values(
     recipe: Recipe, foreseen: PredictedEnvironment, settled: ResolvedConfig, here: Devices, env: Mapping[str, str]
 ) -> list[Value]:
-    """Returns every value of the launch plane.
-
-    Args:
-        env: The launcher's environment.
-    """
+    """Returns every value of the launch plane; `env` is the launcher's environment."""
     return [
         *_launch_file(foreseen, env),
         *_ds_config(foreseen, settled),

@@ -110,11 +110,9 @@ class RuntimeReport:
 
 
 def verify_runtime(runtime: Runtime, strategy: Strategy, rehearse: Callable[[], torch.Tensor]) -> RuntimeReport:
-    """Reads back what runs and compares it with the request.
+    """Reads back what runs and compares it with the request; every rank must call it.
 
-    Args:
-        strategy: The strategy that was asked for.
-        rehearse: Runs a forward pass of the prepared model and returns its loss; every rank must.
+    `rehearse` runs a forward pass of the prepared model and returns its loss.
 
     Raises:
         BackendError: With every difference.

@@ -174,11 +174,7 @@ def _has_kernel(query: torch.Tensor, value: torch.Tensor, dropout: float) -> boo
 def _by_document(
     heads: Sequence[torch.Tensor], cu_seqlens: torch.Tensor, dropout: float, scaling: float | None, window: int | None
 ) -> torch.Tensor:
-    """Attends one document after the other.
-
-    Args:
-        heads: Queries, keys and values, each (B T, heads, E).
-    """
+    """Attends one document after the other; `heads` are queries, keys and values, each (B T, heads, E)."""
     lengths = [heads[0].shape[0]] if _one_document else cu_seqlens.diff().tolist()
     # Split and joined, not cut out: the gradient of a cut is as large as what it was cut from.
     found = []

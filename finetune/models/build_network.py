@@ -106,11 +106,7 @@ def base_dtype(recipe: Recipe) -> torch.dtype:
 
 
 def set_stop_tokens(network: nn.Module, tokenizer: Any, taught: Sequence[int]) -> None:
-    """Has a network that learned conversations stop where its answers do, wherever it is opened.
-
-    Args:
-        taught: The tokens that learned answers end in; without any the network stays as it is.
-    """
+    """Has a network whose learned answers end in `taught` tokens, if in any, stop there wherever it is opened."""
     inner = transformer(network)
     if inner is not None and taught and inner.can_generate():
         generation = inner.generation_config

@@ -55,9 +55,6 @@ class Division:
 def divide(network: nn.Module, *, loss_by_head: bool) -> Division:
     """Returns how the layers of a network, which may be without storage, would be split by its architecture's plan.
 
-    Args:
-        loss_by_head: True if its head computes the loss (`chunked_loss`).
-
     Raises:
         BackendError: If the architecture has no plan, or one that is not known here.
     """

@@ -40,10 +40,7 @@ _sent_at: dict[tuple[Event, Any], float] = {}
 
 
 def check_alert(guard: GuardSection, env: Mapping[str, str]) -> None:
-    """Refuses a command that is not there, and a variable that holds no URL, on rank 0, which sends alerts.
-
-    Args:
-        env: A worker's environment.
+    """Refuses a command that a worker's `env` does not have, and a variable that holds no URL; rank 0 sends alerts.
 
     Raises:
         RecipeError: With what is missing.
@@ -61,12 +58,11 @@ def check_alert(guard: GuardSection, env: Mapping[str, str]) -> None:
 def send_alert(guard: GuardSection, event: Event, text: str, facts: Mapping[str, Any], *, wait: bool = False) -> None:
     """Sends an alert if the recipe asks for it; rank 0 calls it, or another rank that speaks for all, on any thread.
 
-    It raises nothing. Without `wait` it returns at once, and the same event of a run is sent every ten minutes at most.
+    It raises nothing. It returns at once, and sends the same event of a run every ten minutes at most; with `wait`, as
+    before a process ends, it returns once all alerts are sent, or after 9 s.
 
     Args:
-        text: What was printed.
         facts: `run`, the run directory, and more figures of the run, such as `step`. The host is added.
-        wait: Return once all alerts are sent, or after 9 s: the process is about to end.
     """
     try:
         if guard.alert is not None and event in guard.alert_on and (wait or _is_due(event, facts.get("run"))):

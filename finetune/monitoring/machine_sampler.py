@@ -117,11 +117,7 @@ class MachineMeter:
         self._read_at, self._counted = time.monotonic(), self._count()
 
     def read(self, processes: Iterable[dict[str, Any]]) -> dict[str, Any]:
-        """Returns a sample, without what this machine does not tell.
-
-        Args:
-            processes: The run's on this machine, each with its `pid` and the UUID of its `gpu`, or None.
-        """
+        """Returns a sample without what is not known here; `processes` are the run's, with `pid` and UUID of `gpu`."""
         processes = list(processes)
         now, counted, memory = time.monotonic(), self._count(), psutil.virtual_memory()
         resident = 0
@@ -215,10 +211,7 @@ def _open_nvml() -> Any:
 
 def _gpu_uuid(device: torch.device) -> str | None:
     """Returns a GPU's UUID, by which the driver knows it whatever CUDA_VISIBLE_DEVICES hides; None for a CPU."""
-    if device.type != "cuda":
-        return None
-    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
-    return None if uuid is None else str(uuid)
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
 def _gib(size: int) -> float:

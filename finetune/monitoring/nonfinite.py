@@ -90,14 +90,13 @@ class NonFiniteGuard:
     def diverged(self, incident: dict[str, Any], checkpoint: str | None, *, nothing: bool) -> DivergedError:
         """The error to stop with after a fatal incident; `nothing` if there was no other step, and so no model."""
         what = "a loss or gradient that is not finite" if incident["kind"] == "nonfinite" else "an overflow"
-        keep = f"The last good checkpoint is {checkpoint}." if checkpoint else "There is no checkpoint yet."
-        which = f"{incident['in_a_row']} steps in a row, up to step {incident['step']}, had"
         if nothing:
-            which, keep = (
-                f"Each of the run's {incident['step']} steps had",
-                "Nothing was learned, and no model is written.",
-            )
-        more = "" if nothing else ", or raise guard.max_skipped_steps"
+            which, more = f"Each of the run's {incident['step']} steps had", ""
+            keep = "Nothing was learned, and no model is written."
+        else:
+            which = f"{incident['in_a_row']} steps in a row, up to step {incident['step']}, had"
+            keep = f"The last good checkpoint is {checkpoint}." if checkpoint else "There is no checkpoint yet."
+            more = ", or raise guard.max_skipped_steps"
         return DivergedError(
             f"{which} {what}; none of them changed the weights. incidents.jsonl lists their rows and losses. {keep} "
             f"Lower optim.lr, look at those rows{more}."

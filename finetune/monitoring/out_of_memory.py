@@ -10,10 +10,9 @@ from finetune.utils.platforms import peak_bytes
 
 
 def explain_out_of_memory(error: BaseException, *, building: bool = False) -> MemoryFullError | None:
-    """An out-of-memory error as a paragraph: what was held, and what lowers it; None for any other error.
+    """An out-of-memory error, when `building` the network or later, as a paragraph: what was held, and what lowers it.
 
-    Args:
-        building: True if the network was being built.
+    None for any other error.
     """
     text = str(error)
     full = isinstance(error, torch.OutOfMemoryError | MemoryError) or (

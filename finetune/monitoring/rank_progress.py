@@ -91,12 +91,7 @@ class Straggler:
 
 
 def find_straggler(works: Sequence[OwnWork], share: float) -> Straggler | None:
-    """Returns the rank that works longest, if the others wait for it during a share of each step.
-
-    Args:
-        works: Mean work of a step, of each rank.
-        share: Of the time of a step.
-    """
+    """Returns the rank that works longest, by its mean work of a step, if others wait a `share` of each step for it."""
     own = [work.data_s + work.busy_s for work in works]
     rank = max(range(len(own)), key=own.__getitem__)
     others = [number for number in range(len(own)) if number != rank]
@@ -116,8 +111,6 @@ def stall_text(answers: Sequence[Position], silent: Mapping[str, Position | None
     Args:
         answers: Positions of ranks; at least one.
         silent: Ranks that do not say where they are, and where they said last that they were.
-        usual_s: Seconds that a step usually takes.
-        folder: Folder with the stacks.
     """
     first, last = max(answers, key=_order), min(answers, key=_order)
     usual = f"; a step usually takes {usual_s:.2g} s" if usual_s else ""

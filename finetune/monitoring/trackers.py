@@ -178,10 +178,8 @@ def add_samples(line: dict[str, Any], samples: Iterable[dict[str, Any]]) -> dict
     They are called `machine/0/cpu_percent`, those of the machine's second GPU `machine/0/gpu/1/power_w`.
     """
     for sample in samples:
-        for place, part in [
-            ("", sample),
-            *((f"gpu/{number}/", gpu) for number, gpu in enumerate(sample.get("gpus", ()))),
-        ]:
+        gpus = {f"gpu/{number}/": gpu for number, gpu in enumerate(sample.get("gpus", ()))}
+        for place, part in {"": sample, **gpus}.items():
             line = line | {f"machine/{sample['machine']}/{place}{key}": value for key, value in _numbers(part).items()}
     return line
 

@@ -26,8 +26,7 @@ _CUT = 19
 def build_optimizer(model: nn.Module, recipe: Recipe, *, whole: bool = False) -> Optimizer:
     """The optimiser over the model's trainable parameters; build it before a backend wraps the model.
 
-    Args:
-        whole: Whether tensors stay whole: fused kernels, which skip a step without asking the host, may need that.
+    `whole` says that tensors stay so, which fused kernels, which skip a step without asking the host, may need.
 
     Raises:
         RecipeError: If there is no such optimiser, or it refuses its arguments.

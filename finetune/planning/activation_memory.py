@@ -126,8 +126,7 @@ def predict_activations(
 ) -> Activations | None:
     """Predicts what a micro-batch keeps; None if the network does not say that it is a transformer of one stack.
 
-    Args:
-        whole: True if linear modules keep their inputs as they are given; see `Share.keeps_inputs`.
+    `whole` says that linear modules keep their inputs as they are given; see `Share.keeps_inputs`.
     """
     recipe, s = variant.recipe, shape_of(variant)
     if s is None:

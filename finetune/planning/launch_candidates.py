@@ -129,11 +129,7 @@ def assess_candidate(
 
 
 def state_memory(share: Share, state_bytes: float) -> Memory:
-    """Returns the bytes that a rank holds from step to step.
-
-    Args:
-        state_bytes: Bytes that the optimiser keeps for an element.
-    """
+    """Returns the bytes that a rank holds from step to step, with the optimiser's `state_bytes` an element."""
     # Gradients are summed in fp32.
     return Memory(share.frozen, share.trained, 4 * share.summed, round(state_bytes * share.stepped))
 
@@ -158,9 +154,6 @@ def peak_memory(
 ) -> tuple[dict[str, int], bool]:
     """Predicts the fullest moment of a step on the device.
 
-    Args:
-        accumulation: Micro-batches a step and process.
-
     Returns:
         Bytes by what they are for; and True if activations are counted, which takes a transformer.
     """
@@ -175,37 +168,24 @@ def peak_memory(
     added = memory.gradients * (share.gradients_rest == "none")
     resting = added if accumulation > 1 or share.gradients_from == "step" else 0
     early = resting if share.gradients_from == "layers" else added
-    copies = _copies(launch, variant, share, setting)
-
-    def moment(
-        name: str, gradients: int, activations: int, gathered: int, loss: int = 0, in_flight: int = 0
-    ) -> dict[str, int]:
-        return {
-            "weights": weights,
-            "optimizer": optimizer,
-            "gradients": gradients,
-            "activations": activations,
-            "loss": loss,
-            "copies": copies[name],
-            "gathered": gathered,
-            "buckets": share.buckets + in_flight,
-        }
-
+    forward, loss, loss_gradient, backward, end = _copies(launch, variant, share, setting)
     gathered, with_head = share.gathered, found.kept + found.norm_and_head
-    again = found.layer * setting.checkpointed
+    again, in_flight = found.layer * setting.checkpointed, share.buckets + share.in_flight
+    changing = ("gradients", "activations", "loss", "copies", "gathered", "buckets")
     moments = [
-        moment("forward", resting, found.kept + found.working, gathered.forward),
-        moment("loss", resting, with_head, gathered.loss, loss=found.loss),
-        moment("loss gradient", resting, with_head, gathered.loss_gradient, loss=found.loss_gradient),
+        (resting, found.kept + found.working, 0, forward, gathered.forward, share.buckets),
+        (resting, with_head, found.loss, loss, gathered.loss, share.buckets),
+        (resting, with_head, found.loss_gradient, loss_gradient, gathered.loss_gradient, share.buckets),
         # The last layer runs backwards; then the first.
-        moment("backward", early, found.kept + again + found.working, gathered.backward, in_flight=share.in_flight),
-        moment("end", added, found.layer, gathered.backward, in_flight=share.in_flight),
+        (early, found.kept + again + found.working, 0, backward, gathered.backward, in_flight),
+        (added, found.layer, 0, end, gathered.backward, in_flight),
     ]
-    return max(moments, key=lambda parts: sum(parts.values())), counted is not None
+    fullest = dict(zip(changing, max(moments, key=sum), strict=True))
+    return {"weights": weights, "optimizer": optimizer, **fullest}, counted is not None
 
 
-def _copies(launch: Launch, variant: Variant, share: Share, setting: StepSetting) -> dict[str, int]:
-    """Returns bytes of 16-bit copies of weights, by moment."""
+def _copies(launch: Launch, variant: Variant, share: Share, setting: StepSetting) -> tuple[int, int, int, int, int]:
+    """Returns bytes of 16-bit copies of weights: forward, at the loss and its gradient, backward, and at the end."""
     specs = variant.specs
     fused = specs.head if variant.loss_by_head else None
     cast = {
@@ -219,11 +199,5 @@ def _copies(launch: Launch, variant: Variant, share: Share, setting: StepSetting
     # Autocast keeps its copies of trained weights through a forward pass, unless layers are gathered and freed.
     trained = [2 * p.elements for p in specs.trained if p.multiplied and p.unit != fused]
     cached = max(kept, 0 if launch.sharded or not is_half(variant.recipe) else sum(trained))
-    return {
-        "forward": max(cached, used),
-        # A head that computes the loss lets go of its copy.
-        "loss": cached + head,
-        "loss gradient": kept + (head if fused is None else 0),
-        "backward": max(kept, used),
-        "end": used,
-    }
+    # A head that computes the loss lets go of its copy.
+    return max(cached, used), cached + head, kept + (head if fused is None else 0), max(kept, used), used

@@ -88,11 +88,8 @@ def machines_of(parsed: argparse.Namespace) -> Machines:
     guessed = {"--gpu": parsed.gpu is None and here is None, "--gpus": parsed.gpus is None and there == 0}
     assumed = None
     if any(guessed.values()):
-        why = (
-            f"the table of GPUs lacks this machine's {torch.cuda.get_device_name()}"
-            if there
-            else "this machine has none"
-        )
+        lacking = f"the table of GPUs lacks this machine's {torch.cuda.get_device_name()}" if there else ""
+        why = lacking or "this machine has none"
         what = f"{gpus} x {gpu.name}" if guessed["--gpus"] else gpu.name
         flags = " and ".join(flag for flag, is_guessed in guessed.items() if is_guessed)
         assumed = f"Assumed: {what} a machine, since {why} and {flags} did not say. Give what you have or mean to rent."
@@ -248,10 +245,9 @@ def write_launch_file(plan: Plan, file: Path) -> None:
 
 
 def candidates_of(recipe: Recipe, launch: Launch, room: int) -> Callable[[int], Candidate] | None:
-    """Returns a function of the rows of a micro-batch; None if the network cannot be counted without its weights.
+    """Returns a function of the rows of a micro-batch, for ranks that have `room` bytes each.
 
-    Args:
-        room: Bytes that a rank can have.
+    None if the network cannot be counted without its weights.
     """
     kind = model_shapes.kind_of(recipe)
     try:
@@ -266,12 +262,7 @@ def candidates_of(recipe: Recipe, launch: Launch, room: int) -> Callable[[int], 
 
 
 def largest_micro_size(recipe: Recipe, launch: Launch, sizes: Sequence[int], room: int) -> int:
-    """Returns the largest micro-batch that fits; the smallest where nothing can be said.
-
-    Args:
-        sizes: Rows of a micro-batch; all of them come out even.
-        room: Bytes that a rank can have.
-    """
+    """Returns the largest of `sizes` of a micro-batch that fits into `room` bytes; the smallest where none is known to."""
     of = candidates_of(recipe, launch, room)
     fits = [size for size in sizes if of(size).verdict == "fits"] if of is not None else []
     return max(fits, default=min(sizes))

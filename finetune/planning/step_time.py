@@ -147,11 +147,7 @@ def read_links(names: Sequence[str]) -> LinkSpeeds:
 
 
 def count_work(variant: Variant, rows: int | None) -> Work:
-    """Counts a variant's arithmetic.
-
-    Args:
-        rows: Training rows, for a length in epochs.
-    """
+    """Counts a variant's arithmetic; `rows` are training rows, for a length in epochs."""
     recipe = variant.recipe
     length, size = recipe.length, recipe.batch.global_size
     steps, a_step = length.steps, size * recipe.data.sequence_length

@@ -34,11 +34,7 @@ def go_offline_if_unreachable() -> None:
 
 
 def require_model(name: str | None, key: str | None = None) -> None:
-    """Refuses a model that evidently cannot be loaded.
-
-    Args:
-        name: A folder, or a model on the hub; None for none.
-        key: Key or option that named it, for the message.
+    """Refuses a model that evidently cannot be loaded, a folder or one on the hub; `key` or option named it, if any.
 
     Raises:
         RecipeError: If there is no such folder, and the name cannot be the hub's, or only the hub could know it and
@@ -73,10 +69,7 @@ def accepts_connections(address: tuple[str, int]) -> bool:
 
 
 def is_cached(env: Mapping[str, str], kind: str, name: str) -> bool:
-    """Tells if the hub's cache holds a revision of a model or data set.
-
-    Args:
-        kind: `models` or `datasets`.
+    """Tells if the hub's cache holds a revision of one of its `models` or `datasets`.
 
     Source: huggingface_hub's layout, `models--OWNER--NAME/snapshots/COMMIT`.
     """

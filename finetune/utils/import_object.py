@@ -139,10 +139,7 @@ def name_of(thing: Any) -> str | None:
 
 @contextmanager
 def handed_over(objects: Mapping[str, Any]) -> Iterator[dict[str, str]]:
-    """Makes `import_object` find objects inside.
-
-    Args:
-        objects: Objects by purpose, such as `loss`.
+    """Makes `import_object` find objects inside, given by purpose, such as `loss`.
 
     Yields:
         The name of each: where it can, one that other processes find as well.

@@ -22,11 +22,7 @@ _NAMES = {
 
 
 def parse(content: str | bytes, *, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """Returns the value of a JSON text.
-
-    Args:
-        content: Text, or its bytes in UTF-8.
-        pairs: Function that makes an object of its keys and values.
+    """Returns the value of a JSON text, or of its bytes in UTF-8; `pairs` makes an object of its keys and values.
 
     Raises:
         ValueError: If it is no JSON; with the defect.
@@ -53,11 +49,7 @@ def parse(content: str | bytes, *, pairs: Callable[[list[tuple[str, Any]]], Any]
 
 
 def read(file: Path, shape: Shape = dict, needed: Collection[str] = ()) -> Any:
-    """Returns the value that a JSON file holds.
-
-    Args:
-        shape: Shape that it must have.
-        needed: Keys that an object must have; others that `shape` names may be absent.
+    """Returns the value that a JSON file holds, of a shape, whose keys may be absent but for those `needed`.
 
     Raises:
         OSError: If the file cannot be read.
@@ -70,12 +62,7 @@ def read(file: Path, shape: Shape = dict, needed: Collection[str] = ()) -> Any:
 
 
 def shape_mismatch(value: Any, shape: Shape, needed: Collection[str] = (), *, name: str = "it") -> str | None:
-    """Returns how a value differs from a shape; None if it does not.
-
-    Args:
-        needed: Keys that it must have.
-        name: Name of the value, for the message.
-    """
+    """Returns how a value differs from a shape, or which `needed` key it lacks, by its name; None if it does not."""
     allowed = shape if isinstance(shape, tuple) else (shape if isinstance(shape, type) else type(shape),)
     # A whole number is a number, too; true is none.
     if type(value) not in allowed and not (type(value) is int and float in allowed):

@@ -94,10 +94,7 @@ def end_with_parent(code: int, *, always: bool = False) -> Iterator[None]:
     """Ends this process if its launcher ends; for use while there is nothing to save.
 
     Without its launcher a process may wait half an hour for other ranks that never connect, and hold the run directory.
-
-    Args:
-        code: Exit code.
-        always: Count any parent as a launcher.
+    With `always`, any parent counts as a launcher.
     """
     over = threading.Event()
 

@@ -11,9 +11,7 @@ from finetune.utils.errors import BackendError
 def check_machines(asked: Asked, timeouts: Mapping[str, float], say: Callable[[str], None]) -> Iterable[CheckResult]:
     """Checks what machines of one launch need of each other; each of them runs this at the same time.
 
-    Args:
-        timeouts: How long they wait for each other; see `rendezvous.MachinePlan`.
-        say: Prints a line.
+    `timeouts` are those of `rendezvous.MachinePlan`.
 
     Raises:
         BackendError: If the machines do not meet.

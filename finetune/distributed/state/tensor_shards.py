@@ -63,9 +63,7 @@ def whole_shard(tensor: torch.Tensor) -> Shard:
 def shard_of(tensor: Any, split: Split | None = None, group: Group | None = None) -> Shard:
     """Returns the piece of a tensor of torch's own backends, which is sharded along its first dimension or not at all.
 
-    Args:
-        split: How it is split over the ranks of a tensor-parallel group, if it is.
-        group: Those ranks.
+    If it is split over the ranks of a tensor-parallel group, `split` says how and `group` over which.
     """
     ranks: tuple[int, ...] = ()
     rows = (0, tensor.shape[0] if tensor.ndim else 1)

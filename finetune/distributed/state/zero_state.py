@@ -223,8 +223,7 @@ def _stage_3(zero: Any, names: dict[int, str]) -> Iterator[ZeroState]:
 def _in_memory(zero: Any, flat: ZeroState, *, changes: bool = False) -> Iterator[None]:
     """Has a flat buffer and its state in host memory, if they rest on the disk.
 
-    Args:
-        changes: True to compute with the new weights afterwards (on this rank's part), and to write them to the disk.
+    With `changes` its new weights are computed with afterwards (on this rank's part), and are written to the disk.
     """
     stage3 = hasattr(zero, "fp16_groups")
     on_disk = stage3 and deepspeed_private.is_swapped(zero, flat.index)
