@@ -206,7 +206,7 @@ def _argument(conversion: _Conversion, key: str, here: str, value: Any) -> Value
 def _template(_: _Conversion, key: str, here: str, value: Any) -> Values:
     if Path(str(value)).is_file() or str(value).endswith(".jinja"):
         return {here: value}
-    raise _NotCarried(f"the tokenizer's own template is taken; where it has another or none, name a file in {here}")
+    raise _NotCarried(f"the tokenizer's own template is taken; where it has another or none, give {here}")
 
 
 def _special_tokens(_: _Conversion, key: str, here: str, value: Any) -> Values:
@@ -629,7 +629,7 @@ def _complete(conversion: _Conversion, devices: int) -> str:
     formats = {source["format"] for source in sources if "format" in source}
     found["chat"] = bool(formats)
     if tool == "axolotl" and not formats & {"messages", "sharegpt"}:
-        found["chat.template"] = "plain"
+        found["chat.template"] = "alpaca" if formats == {"alpaca"} else "plain"
     for source in sources:
         source |= {"format": "text"} if found["chat"] and "text_field" in source else {}
     if found["chat"] and found.get("data.packing") == "wrapped":
