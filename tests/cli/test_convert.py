@@ -470,7 +470,7 @@ def test_turns_of_other_names(tmp_path: Path) -> None:
     assert recipe.chat is not None
     roles = {"customer": "user", "agent": "assistant", "result": "tool", "rules": "system"}
     assert recipe.chat.roles == roles
-    assert "dataset.0.tags.function_tag: calls are read of `function_call`, not call" in said
+    assert "dataset.0.tags: calls are read of the role `function_call`, not call" in said
     # What is written is what is read.
     form = RecordForm("messages", recipe.data.train[0].fields, roles, "text", strip=False, tolerance=Tolerance(False))
     record = {"turns": [{"speaker": "customer", "text": "Who?"}, {"speaker": "agent", "text": "Nora."}]}
@@ -492,7 +492,7 @@ def test_samples_beyond_the_set(
     (tmp_path / "dataset_info.json").write_text(json.dumps(info))
     recipe, said = converted(tmp_path, {**FACTORY, "dataset": "pairs", "max_samples": most})
     assert (recipe.data.train[0].weight, recipe.data.train[0].limit) == (weight, limit)
-    assert ("pairs.num_samples: num_samples are drawn at random there" in said) == (limit is not None)
+    assert ("pairs.num_samples: there samples are random" in said) == (limit is not None)
 
 
 def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
