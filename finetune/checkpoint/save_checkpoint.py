@@ -315,10 +315,6 @@ class CheckpointManager:
                 self._ledger.flush(to_disk=True)
         self._report(self._saver.settle(busy=sync.busy > 0, failed=sync.failed > 0))
 
-    def is_due(self, sync: StepSync, *, by_steps: bool, at_end: bool) -> bool:
-        """Returns whether a checkpoint is due after a step, at which one is due `by_steps` or not."""
-        return self._section.at_end if at_end else sync.save > 0 or by_steps
-
     def save(self, network: nn.Module, optimizer: Any, state: dict[str, Any], *, must: bool = False) -> None:
         """Starts a checkpoint, behind the training unless the recipe says otherwise.
 

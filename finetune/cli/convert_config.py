@@ -11,16 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
-from finetune.config.peer_keys import (
-    CONVERTED,
-    PeerKey,
-    count_keys,
-    find_peer_key,
-    foreign_tool,
-    json_word,
-    peer_table,
-    tool_name,
-)
+from finetune.config import peer_keys
+from finetune.config.peer_keys import CONVERTED, PeerKey, find_peer_key, json_word, peer_table, tool_name
 from finetune.config.provenance import flat
 from finetune.config.recipe import RECIPE_FIELDS, RecipeLoader, dump_tree, validate_recipe
 from finetune.config.recipe_schema import LogSection, Recipe
@@ -43,6 +35,10 @@ _DATA_SUFFIXES = (".json", ".jsonl", ".parquet", ".csv", ".txt")
 _TRACKERS = get_args(get_args(LogSection.model_fields["trackers"].annotation)[0])
 # Tokens in a row where a tool has no limit.
 _UNLIMITED = 2048
+_TRL_LOOKS = (
+    "TRL looks at the data, and this does not: chat.train_on is `all`, which is right for `messages`. Write "
+    "`completions` if records are `prompt` and `completion`, and remove `chat` if they are plain text."
+)
 _READERS = ("json", "csv", "parquet", "text")
 # Sections whose keys change files and figures, and nothing that is learned.
 _NOT_LEARNED = ("eval", "log", "output", "checkpoint", "resume", "launch ")
@@ -191,8 +187,8 @@ def _warmup(conversion: _Conversion, key: str, here: str, value: Any) -> Values:
 def _stage(conversion: _Conversion, key: str, here: str, value: Any) -> Values:
     if value not in ("sft", "pt"):
         conversion.leave("refused", key, "next tokens are trained, which are the stages `sft` and `pt`")
-    whole = value == "sft" or conversion.given.get("packing") is False
-    return {} if whole else {"data.packing": "wrapped", "data.remainder": "drop"}
+    cut = value == "pt" and conversion.given.get("packing") is not False
+    return {"data.packing": "wrapped", "data.remainder": "drop"} if cut else {}
 
 
 def _argument(conversion: _Conversion, key: str, here: str, value: Any) -> Values:
@@ -206,7 +202,7 @@ def _argument(conversion: _Conversion, key: str, here: str, value: Any) -> Value
 def _template(_: _Conversion, key: str, here: str, value: Any) -> Values:
     if Path(str(value)).is_file() or str(value).endswith(".jinja"):
         return {here: value}
-    raise _NotCarried(f"the tokenizer's own template is taken; where it has another or none, name a file in {here}")
+    raise _NotCarried(f"the tokenizer's own template is taken; where it has another or none, give {here}")
 
 
 def _special_tokens(_: _Conversion, key: str, here: str, value: Any) -> Values:
@@ -246,8 +242,7 @@ def _deepspeed(conversion: _Conversion, key: str, here: str, value: Any) -> Valu
 
 
 def _fsdp(conversion: _Conversion, key: str, here: str, value: Any) -> Values:
-    pairs = value.items() if isinstance(value, dict) else ()
-    config = {str(name).removeprefix("fsdp_"): inner for name, inner in pairs}
+    config = {str(k).removeprefix("fsdp_"): v for k, v in (value.items() if isinstance(value, dict) else ())}
     words = f"{config.get('sharding_strategy', '')} {config.get('reshard_after_forward', '')} {'' if config else value}"
     name = conversion.found.get("launch", "fsdp")
     if config.get("offload_params") or "offload" in words:
@@ -331,14 +326,9 @@ def _trl_source(conversion: _Conversion, place: str, entry: Any) -> list[Values]
     if "dataset_text_field" in given:
         return _places(entry["path"], entry, text_field=given["dataset_text_field"], **more)
     more["format"] = "messages" if "messages" in columns else "prompt" if "completion" in columns else "auto"
-    if not {"assistant_only_loss", "completion_only_loss"} & given.keys() and more["format"] != "auto":
+    if not {"assistant_only_loss", "completion_only_loss"} & given.keys():
         conversion.found["chat.train_on"] = "completions" if more["format"] == "prompt" else "all"
-    elif not {"assistant_only_loss", "completion_only_loss"} & given.keys():
-        conversion.found["chat.train_on"] = "all"
-        conversion.notes.append(
-            "TRL looks at the data, and this does not: chat.train_on is `all`, which is right for `messages`. Write "
-            "`completions` if records are `prompt` and `completion`, and remove `chat` if they are plain text."
-        )
+        conversion.notes += [_TRL_LOOKS] * (more["format"] == "auto")
     return _places(entry["path"], entry, **more)
 
 
@@ -353,12 +343,11 @@ def _axolotl_source(conversion: _Conversion, place: str, entry: Mapping[str, Any
     elif kind in ("chat_template", "sharegpt"):
         used += " field_messages message_property_mappings message_field_role message_field_content roles"
         mapped = entry.get("message_property_mappings") or {}
-        turn = {part: mapped.get(part) or entry.get(f"message_field_{part}") for part in ("role", "content")}
-        usual = "conversations" if kind == "sharegpt" else "messages"
-        more = _of_turns(turn["role"] or ("role", "from")[kind == "sharegpt"], turn["content"])
+        role, content = (mapped.get(part) or entry.get(f"message_field_{part}") for part in ("role", "content"))
+        usual, who = ("conversations", "from") if kind == "sharegpt" else ("messages", "role")
+        more = _of_turns(role or who, content)
         more["fields"] |= {"messages": entry.get("field_messages") or usual}
-        roles = entry.get("roles") or {}
-        _add_roles(conversion, {name: role for role, names in roles.items() for name in names})
+        _add_roles(conversion, {name: role for role, names in (entry.get("roles") or {}).items() for name in names})
     elif kind == "alpaca":
         more = {"format": "alpaca"}
     elif kind in ("completion", "pretrain"):
@@ -407,10 +396,8 @@ def _factory_source(conversion: _Conversion, place: str, name: str) -> list[Valu
             more |= turns | {"fields": fields | turns["fields"]}
             whose = {"user": "user", "assistant": "assistant", "observation": "tool", "system": "system"}
             _add_roles(conversion, {tags[f"{tag}_tag"]: role for tag, role in whose.items() if tags.get(f"{tag}_tag")})
-            if (tag := tags.get("function_tag") or "function_call") != "function_call":
-                conversion.leave(
-                    "differs", f"{place}.tags.function_tag", f"calls are read of `function_call`, not {tag}"
-                )
+            if (tag := tags.get("function_tag", "function_call")) != "function_call":
+                conversion.leave("differs", f"{place}.tags", f"calls are read of the role `function_call`, not {tag}")
         else:
             more |= {"format": "pairs" if columns else "alpaca"} | ({"fields": fields} if fields else {})
     if "hf_hub_url" in entry:
@@ -431,8 +418,10 @@ def _number_of_samples(conversion: _Conversion, name: str, entry: Mapping[str, A
         size = len(json_files.parse(text)) if file.suffix == ".json" else sum(map(bool, text.split("\n")))
         if number >= size:
             return {} if number == size else {"weight": round(number / size, 6)}
-    why = "num_samples are drawn at random there, and again from the first where the data has fewer; here they are the"
-    conversion.leave("differs", f"{name}.num_samples", f"{why} first ones, and `weight` repeats documents")
+    why = (
+        "there samples are random, and drawn again where the data has fewer; here they are the first; `weight` repeats"
+    )
+    conversion.leave("differs", f"{name}.num_samples", why)
     return {"limit": number}
 
 
@@ -516,15 +505,12 @@ def convert_config(file: Path, tool: str | None, folder: Path, devices: int | No
         given = flat({key: value for key, value in tree.items() if key not in ("dataset", "dataset_val")})
         given |= {key: tree[key] for key in ("dataset", "dataset_val") if key in tree}
     conversion = _Conversion(tool, file, given, {**peer_table()["fixed"][tool]})
-    rows = {key: find_peer_key(tool, key) for key in (*given, *peer_table()["defaults"][tool])}
+    own = {key: value for key, value in peer_table()["defaults"][tool].items() if given.get(key) is None}
+    rows = {key: find_peer_key(tool, key) for key in (*given, *own)}
     # Of lengths, null is a value.
-    said_null = {key for key, row in rows.items() if key in given and row is not None and row.rule == "length"}
-    own = {
-        key: value
-        for key, value in peer_table()["defaults"][tool].items()
-        if given.get(key) is None and key not in said_null
+    told = {
+        row.here for key, row in rows.items() if row and (given.get(key) or (key in given and row.rule == "length"))
     }
-    told = {row.here for key, row in rows.items() if row is not None and row.here and given.get(key)}
     defaults = {key: value for key, value in own.items() if (row := rows[key]) and row.here not in told}
     values = {**given, **defaults}
     for key in sorted(values, key=lambda key: peer_table()["keys"].index(row) if (row := rows[key]) else -1):
@@ -533,22 +519,17 @@ def convert_config(file: Path, tool: str | None, folder: Path, devices: int | No
     devices = devices or (said if isinstance(said, int) else 1)
     batch = _complete(conversion, devices)
     launch, recipe = conversion.found.pop("launch"), _nested(conversion.found)
-    problems = [*conversion.refusals]
-    if not problems:
-        try:
-            _check_launch(validate_recipe(recipe, None, BUILT_IN), launch, devices)
-        except (RecipeError, BackendError) as error:
-            problems = [str(error)]
-    if problems:
-        advice = (
-            "Convert a config of supervised fine-tuning or pre-training on text" if conversion.refusals else "Mend it"
-        )
+    try:
+        if conversion.refusals:
+            advice = "Convert a config of supervised fine-tuning or pre-training on text."
+            raise RecipeError(" ".join([*conversion.refusals, advice]))
+        _check_launch(validate_recipe(recipe, None, BUILT_IN), launch, devices)
+    except (RecipeError, BackendError) as error:
         rest = "; ".join(line.strip() for line in conversion.left_lines()).replace(":;", ":")
-        said = " ".join([*problems, f"{advice}.", *[f"{rest}."] * bool(rest)])
         raise RecipeError(
-            f"{file}, a config of {tool_name(tool)}, makes no valid recipe, and nothing is written. "
-            f"{' '.join(said.split())}"
-        )
+            f"{file}, a config of {tool_name(tool)}, makes no valid recipe, and nothing is written. Mend the config: "
+            f"{' '.join(str(error).split())}{f' {rest}.' if rest else ''}"
+        ) from error
     target = folder / "recipe.yaml"
     if target.exists():
         raise RecipeError(f"{target} is there already, and nothing is overwritten. Name another folder with --output.")
@@ -558,11 +539,10 @@ def convert_config(file: Path, tool: str | None, folder: Path, devices: int | No
         folder.mkdir(parents=True, exist_ok=True)
         head = f"# From {shell_word(file.name)}, a config of {tool_name(tool)}.\n# {command}\n"
         target.write_text(f"{head}{dump_tree(recipe)}", "utf-8")
-    taken = [key for key in defaults if (row := rows[key]) and row.here in conversion.found]
+    taken = [f"{key} {json_word(defaults[key])}" for key in defaults if (r := rows[key]) and r.here in conversion.found]
     lines = [f"{file} is a config of {tool_name(tool)}. Written: {target}", "Next:", f"    {command}", batch]
     if taken:
-        said = ", ".join(f"{key} {json_word(defaults[key])}" for key in taken)
-        lines.append(f"Taken for keys that the config leaves out, as {tool_name(tool)} does: {said}.")
+        lines.append(f"Taken for keys that the config leaves out, as {tool_name(tool)} does: {', '.join(taken)}.")
     return [*lines, *conversion.notes, *conversion.left_lines()]
 
 
@@ -596,8 +576,8 @@ def _read_config(file: Path) -> Values:
 
 
 def _recognise(file: Path, tree: Values) -> str:
-    hits = {tool: len(keys) for tool, keys in count_keys(tree).items()}
-    foreign, keys = foreign_tool(tree)
+    hits = {tool: len(keys) for tool, keys in peer_keys.count_keys(tree).items()}
+    foreign, keys = peer_keys.foreign_tool(tree)
     if len(keys) > 1 and len(keys) >= max(hits.values()) / 2:
         raise RecipeError(
             f"{file} is a config of {foreign} ({', '.join(keys[:4])}), which is not read; those of "
@@ -629,7 +609,7 @@ def _complete(conversion: _Conversion, devices: int) -> str:
     formats = {source["format"] for source in sources if "format" in source}
     found["chat"] = bool(formats)
     if tool == "axolotl" and not formats & {"messages", "sharegpt"}:
-        found["chat.template"] = "plain"
+        found["chat.template"] = "alpaca" if formats == {"alpaca"} else "plain"
     for source in sources:
         source |= {"format": "text"} if found["chat"] and "text_field" in source else {}
     if found["chat"] and found.get("data.packing") == "wrapped":

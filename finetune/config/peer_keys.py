@@ -89,10 +89,10 @@ def called_here(key: str) -> str | None:
 def foreign_tool(tree: Mapping[Any, Any]) -> tuple[str, list[str]]:
     """Returns the tool beside `CONVERTED` of which a file has the most keys, and these keys."""
     given = {*map(str, tree), *flat({str(key): value for key, value in tree.items()})}
-    known = {
-        tool: sorted(key for key in given if any(fnmatchcase(key, name.strip('"')) for name in names.split()))
-        for tool, names in peer_table()["foreign"].items()
+    foreign = {
+        tool: PeerKey(tuple(names.replace('"', "").split()), ()) for tool, names in peer_table()["foreign"].items()
     }
+    known = {tool: sorted(filter(row.matches, given)) for tool, row in foreign.items()}
     return max(known.items(), key=lambda pair: len(pair[1]))
 
 

@@ -342,7 +342,9 @@ class ChatSection(Section):
     short_for = "template"
 
     template: PathText | None = None
-    """Chat template: a Jinja file, or `plain` for the one that ships. Left out: the tokenizer's own."""
+    """Chat template: a Jinja file, or the name of one that ships: `alpaca`, `chatml`, `deepseek`, `gemma`, `gpt-oss`,
+    `llama2`, `llama3`, `llama4`, `mistral`, `phi`, `phi4`, `plain` (words that any tokenizer can read), `qwen`,
+    `qwen3`. Left out: the tokenizer's own."""
     template_args: dict[str, Any] = Field(default_factory=dict)
     """More variables of the template, such as `enable_thinking: false`."""
     train_on: Literal["assistant", "last", "completions", "all"] = "assistant"

@@ -92,9 +92,9 @@ def _take_steps(run: BuiltRun) -> Iterator[Step]:
             evaluated = not sync.stop and evaluate_and_sample(run)
             stopped = not evaluated
             end = state.step if state.best.ends_run(recipe) else last
-            due = run.is_due(recipe.checkpoint.every_steps, recipe.checkpoint.per_epoch)
+            due = sync.save > 0 or run.is_due(recipe.checkpoint.every_steps, recipe.checkpoint.per_epoch)
             due |= recipe.output.model == "best" and state.best.step == state.step < end
-            if stopped or run.checkpoints.is_due(sync, by_steps=due, at_end=state.step == end):
+            if stopped or (recipe.checkpoint.at_end if state.step == end else due):
                 run.timer.mark("aside")
                 check_nonfinite(run, None)  # A checkpoint must hold no step that diverged.
                 finish_run.save_checkpoint(run, evaluated=evaluated, wait=stopped or state.step == end)

@@ -16,6 +16,7 @@ from finetune.cli.main import build_parser, main
 from finetune.config.peer_keys import CONVERTED
 from finetune.config.recipe import load_recipe
 from finetune.config.recipe_schema import Recipe
+from finetune.data.chat.chat_templates import SHIPPED
 from finetune.data.sources.conversation_formats import RecordForm, Tolerance
 from finetune.tasks.task_lookup import BUILT_IN
 from finetune.utils.errors import RecipeError
@@ -197,12 +198,13 @@ def test_llama_factory(tmp_path: Path) -> None:
     assert (pairs.format, pairs.fields, pairs.limit) == ("pairs", {"user": "question", "assistant": "reply"}, 100)
     assert (talks.hub, talks.format, talks.split, talks.limit) == ("org/talks", "sharegpt", "train_sft", 7)
     assert "dataset.2: liked has preferences" in said
-    assert "template: the tokenizer's own template is taken" in said
     assert recipe.lora is not None
     assert (recipe.lora.rank, recipe.lora.alpha, recipe.lora.targets) == (4, 8.0, ("q_proj", "v_proj"))
     assert (recipe.optim.clip_norm, recipe.precision, recipe.schedule.warmup_steps) == (None, "fp16", 5)
     assert (recipe.data.sequence_length, recipe.data.long_documents) == (256, "truncate")
     assert recipe.model.gradient_checkpointing
+    assert recipe.chat is not None
+    assert recipe.chat.template == "llama3"
 
 
 def test_llama_factory_pre_training(tmp_path: Path) -> None:
@@ -393,6 +395,26 @@ def test_trackers(config: dict[str, Any], trackers: tuple[str, ...], said: str, 
     assert "trackers (" not in lines or "mlflow" in said
 
 
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        ({**FACTORY, "dataset": "pairs", "template": "qwen3_nothink"}, "chatml"),
+        ({**FACTORY, "dataset": "pairs", "template": "deepseek3"}, "deepseek"),
+        ({**FACTORY, "dataset": "pairs", "template": "moss_vl"}, None),
+        ({**AXOLOTL, "chat_template": "phi_35"}, "phi"),
+        ({**AXOLOTL, "chat_template": "tokenizer_default"}, None),
+        ({**AXOLOTL, "datasets": [{"path": "org/pairs", "type": "alpaca"}]}, "alpaca"),
+    ],
+)
+def test_templates_by_name(config: dict[str, Any], name: str | None, tmp_path: Path) -> None:
+    (tmp_path / "dataset_info.json").write_text(json.dumps(INFO))
+    recipe, said = converted(tmp_path, config)
+    assert recipe.chat is not None
+    assert recipe.chat.template == name
+    assert name is None or name in SHIPPED
+    assert ("template: the tokenizer's own template is taken" in said) == ("moss_vl" in config.values())
+
+
 def test_mixtures_of_trl(tmp_path: Path) -> None:
     mixture = {
         "datasets": [
@@ -448,7 +470,7 @@ def test_turns_of_other_names(tmp_path: Path) -> None:
     assert recipe.chat is not None
     roles = {"customer": "user", "agent": "assistant", "result": "tool", "rules": "system"}
     assert recipe.chat.roles == roles
-    assert "dataset.0.tags.function_tag: calls are read of `function_call`, not call" in said
+    assert "dataset.0.tags: calls are read of the role `function_call`, not call" in said
     # What is written is what is read.
     form = RecordForm("messages", recipe.data.train[0].fields, roles, "text", strip=False, tolerance=Tolerance(False))
     record = {"turns": [{"speaker": "customer", "text": "Who?"}, {"speaker": "agent", "text": "Nora."}]}
@@ -470,7 +492,7 @@ def test_samples_beyond_the_set(
     (tmp_path / "dataset_info.json").write_text(json.dumps(info))
     recipe, said = converted(tmp_path, {**FACTORY, "dataset": "pairs", "max_samples": most})
     assert (recipe.data.train[0].weight, recipe.data.train[0].limit) == (weight, limit)
-    assert ("pairs.num_samples: num_samples are drawn at random there" in said) == (limit is not None)
+    assert ("pairs.num_samples: there samples are random" in said) == (limit is not None)
 
 
 def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from testdata import CONVERSATIONS
 from finetune.cli import main
 from finetune.config import recipe_schema
 from finetune.config.recipe import dump_recipe, validate_recipe
-from finetune.data.chat.chat_templates import PLAIN
+from finetune.data.chat.chat_templates import SHIPPED
 from finetune.data.data_report import DataReport
 from finetune.data.prepare import PreparedData, prepare_data
 from finetune.data.rows.packed_rows import IGNORED, TokenRows
@@ -242,7 +242,7 @@ def test_a_tokenizer_is_trained_on_what_is_said(folder: Path, tmp_path: Path) ->
     assert "messages" not in json.dumps(data.tokenizer.get_vocab())
     assert len(data.tokenizer.tokenize("The answer is")) < len("The answer is") / 2
     # What is saved with the model is what it was trained with.
-    assert data.tokenizer.chat_template == PLAIN
+    assert data.tokenizer.chat_template == SHIPPED["plain"].read_text()
 
 
 # ---------------------------------------------------------------- report and checks
@@ -406,7 +406,7 @@ def test_no_template(folder: Path, tmp_path: Path) -> None:
     reader.save_pretrained(str(tmp_path / "bare"))
     source = written(tmp_path / "a.jsonl", pairs(2))
     said = refusal(folder, [source], tokenizer=str(tmp_path / "bare"))
-    assert "has no chat template. Set chat.template to a Jinja file, or to `plain`" in said
+    assert "has no chat template. Set chat.template to a Jinja file, or to one that ships (alpaca, chatml," in said
     assert "cannot be read: No such file" in refusal(folder, [source], {"template": "nope.jinja"})
 
 

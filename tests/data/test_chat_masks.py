@@ -9,6 +9,7 @@ from chats import (
     KEEPS_THEM_APART,
     LLAMA3,
     MISTRAL,
+    PLAIN,
     SPECIALS,
     STYLES,
     TALKS,
@@ -27,7 +28,7 @@ from transformers import PreTrainedTokenizerFast
 
 from finetune.config.recipe_schema import ChatSection
 from finetune.data.chat.chat_encoder import ChatEncoder
-from finetune.data.chat.chat_templates import PLAIN, Template, find_template
+from finetune.data.chat.chat_templates import Template, find_template
 from finetune.data.sources.conversation_formats import Conversation, InvalidConversation, Tolerance
 from finetune.utils.errors import DataError
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from finetune.config.recipe_schema import ChatSection
 from finetune.data.chat.chat_encoder import ChatEncoder
-from finetune.data.chat.chat_templates import PLAIN, find_template
+from finetune.data.chat.chat_templates import SHIPPED, find_template
 from finetune.data.sources.conversation_formats import Conversation, Tolerance
 from finetune.data.tokenization.tokenizer import Example
 
@@ -62,6 +62,7 @@ MISTRAL = """\
 {%- elif message.role == 'system' %}{{ message.content + '\\n\\n' }}
 {%- else %}{{ '[INST] ' + message.content + ' [/INST]' }}{% endif %}
 {%- endfor %}"""
+PLAIN = SHIPPED["plain"].read_text()
 # What each writes for an answer.
 STYLES: dict[str, tuple[str, Any]] = {
     "llama3": (LLAMA3, lambda text: text.strip() + "<|eot_id|>"),

@@ -28,21 +28,8 @@ from finetune.utils.bounded_work import bounded_work
 from finetune.utils.errors import DataError
 from finetune.utils.file_formats import read_text
 
-PLAIN = """\
-{%- if tools %}{{- 'Tools: ' + tools | tojson + '\\n\\n' }}{% endif %}
-{%- for message in messages %}
-{%- if message.role == 'assistant' %}
-{{- 'Assistant:' }}
-{%- generation %}{{ ' ' + (message.content or '') }}
-{%- if message.tool_calls %}{{ ' ' + message.tool_calls | tojson }}{% endif %}
-{{- eos_token or '' }}{% endgeneration %}
-{{- '\\n\\n' }}
-{%- else %}
-{{- message.role | capitalize + ': ' + message.content + '\\n\\n' }}
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"""
-"""The template that ships: words in plain text, so that any tokenizer can read it, and marks."""
+SHIPPED = {file.stem: file for file in sorted(Path(__file__).with_name("templates").glob("*.jinja"))}
+"""Files of the templates that ship, by their names; answers are marked in all of them."""
 
 _MARK = re.compile(r"\{%(?P<left>[-+]?)\s*(?P<end>end)?generation\s*(?P<right>[-+]?)%\}")
 # Templates that write today's date would give other rows each day. Llama 3's own date stands for all of them.
@@ -80,7 +67,7 @@ class Template:
         if text is None:
             raise DataError(
                 f"{where}: the conversation has no tools, and {self.name} has a chat template named `tool_use` and "
-                "none named `default`. Set chat.template to a Jinja file, or to `plain` for the one that ships."
+                f"none named `default`. Set chat.template to a Jinja file, or to one that ships ({', '.join(SHIPPED)})."
             )
         return text
 
@@ -132,7 +119,7 @@ def find_template(tokenizer: PreTrainedTokenizerBase, given: str | None, variabl
     """The template that a recipe names.
 
     Args:
-        given: `plain`, a file, or None for the tokenizer's own.
+        given: A name in `SHIPPED`, a file, or None for the tokenizer's own.
         variables: Variables of the template, beside the tokenizer's special tokens.
 
     Raises:
@@ -140,19 +127,17 @@ def find_template(tokenizer: PreTrainedTokenizerBase, given: str | None, variabl
     """
     if given is None:
         texts, name = tokenizer.chat_template, "the tokenizer's own"
-    elif given == "plain":
-        texts, name = PLAIN, given
     else:
-        advice = "chat.template is a Jinja file, or `plain`."
+        advice = f"chat.template is a Jinja file, or one of {', '.join(SHIPPED)}."
         with DataError.explaining(f"The chat template {given} cannot be read", advice):
-            texts, name = read_text(Path(given)), given
+            texts, name = read_text(SHIPPED.get(given, Path(given))), given
     # By the names that transformers gives them.
     texts = {"default": texts} if isinstance(texts, str) else texts or {}
     if not texts.keys() & {"default", "tool_use"}:
         others = f" that is named `default` or `tool_use`, only {', '.join(sorted(texts))}" if texts else ""
         raise DataError(
             f"The tokenizer {tokenizer.name_or_path or type(tokenizer).__name__} has no chat template{others}. Set "
-            "chat.template to a Jinja file, or to `plain` for the one that ships."
+            f"chat.template to a Jinja file, or to one that ships ({', '.join(SHIPPED)})."
         )
     for text in texts.values():
         try:
