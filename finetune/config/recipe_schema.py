@@ -263,8 +263,9 @@ class Source(Section):
         if not given:
             raise ValueError("give exactly one of sample, path and hub (got none)")
         for key, kinds in (("split", ("path", "hub")), ("hub_config", ("hub",)), ("revision", ("hub",))):
-            # Recipes of earlier runs have `train` everywhere.
-            if getattr(self, key) not in (None, "train") and given[0] not in kinds:
+            # Recipes of earlier runs have `split: train` everywhere.
+            asked = getattr(self, key) is not None and (key, getattr(self, key)) != ("split", "train")
+            if asked and given[0] not in kinds:
                 raise ValueError(f"`{key}` is of a source with {' or '.join(kinds)}; remove it")
         return self
 

@@ -125,6 +125,12 @@ def stall_text(answers: Sequence[Position], silent: Mapping[str, Position | None
         found = (
             f"No rank {waited}. Behind is {' and '.join(alike)}, for {last.for_s:.0f} s: {last}. Others are {first}."
         )
+    elif len(kinds := {at.collective: at for at in answers}) > 1:
+        at_each = (
+            f"{' and '.join(at.place for at in answers if at.collective == kind)} {one}" for kind, one in kinds.items()
+        )
+        found = f"No rank {waited}. Ranks are at one point, but not in one collective: {'; '.join(at_each)}. "
+        found += "Code that some of them run and others do not, or tensors of other sizes, may have led there."
     elif len(answers) > 1:
         found = f"No rank {waited}. All are {first}. The network between them may be broken."
     else:

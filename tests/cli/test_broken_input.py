@@ -3,6 +3,7 @@
 import errno
 import os
 import pty
+import shlex
 import shutil
 import signal
 import subprocess
@@ -461,6 +462,16 @@ def test_too_few_open_files_are_said(capsys: pytest.CaptureFixture[str], wrapped
     (said,) = PARAGRAPH.findall(capsys.readouterr().err)
     assert said.startswith("Error: Too many open files: a process here may have ")
     assert "(`ulimit -n 4096`)" in said
+
+
+@pytest.mark.parametrize("limit", [10, 14, 27])
+def test_too_few_open_files_for_a_launch(place: Place, limit: int) -> None:
+    """torch's store waited for ever with 14 or 15, before a worker was started."""
+    words = shlex.join(by_finetune("ddp", str(place.recipe())))
+    code, output = run(["bash", "-c", f"ulimit -n {limit}; exec {words}"])
+    assert code == 2, output
+    assert_said(output, f"Too many open files: a process here may have {limit} open")
+    assert not place.files()
 
 
 def test_an_interface_that_is_not_there(place: Place) -> None:

@@ -191,8 +191,12 @@ def test_conflicts_between_sections_at_once() -> None:
             "data.train.0: give exactly one of sample, path and hub",
         ),
         ({"data": {"train": [{"sample": 3, "split": "test"}]}}, "`split` is of a source with path or hub; remove it"),
-        ({"data": {"train": [{"path": "x", "hub_config": "a"}]}}, "`hub_config` is of a source with hub; remove it"),
-        ({"data": {"train": [{"path": "x", "revision": "a"}]}}, "`revision` is of a source with hub; remove it"),
+        *(
+            ({"data": {"train": [{**source, key: value}]}}, f"`{key}` is of a source with hub; remove it")
+            for source in ({"path": "x"}, {"sample": 3})
+            for key in ("hub_config", "revision")
+            for value in ("a", "train")
+        ),
         (
             {"data": {"train": [{"path": "x", "label_field": "a"}]}},
             "data.train.0.label_field: causal_lm reads no labels; remove it",

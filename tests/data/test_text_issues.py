@@ -83,6 +83,23 @@ def test_rows_that_a_table_has_swallowed_are_told(tmp_path: Path) -> None:
     assert finding.example == f"{tmp_path}/train.tsv, line 2: 'a\\t1\\nb\\nc'"
 
 
+@pytest.mark.parametrize(
+    ("table", "count"),
+    [
+        ('text,n\n"a,1\nb\nc",2\n"d",3\n', 1),
+        ('n;text\n1;"a\n2;b\n3;c"\n4;d\n', 1),
+        ('n,text\nno,d\nyes,"a\nno,b"\n', 1),
+        # Quoted prose of several lines, some of which end with a number or begin with a short text of the table.
+        ('text,n\n"Dear John,\nNo, in May, 1990,\nwe met",yes\n"No",no\n', 0),
+        ('n;text\n1;"a; 7\nb; c"\n2;No\n', 0),
+    ],
+)
+def test_rows_that_commas_or_semicolons_divide_and_a_quotation_swallows(tmp_path: Path, table: str, count: int) -> None:
+    (tmp_path / "train.csv").write_text(table)
+    split = report(tmp_path, [], train=[{"path": str(tmp_path / "train.csv")}])
+    assert [(finding.kind, finding.count) for finding in split.findings] == [("swallowed", count)] * count
+
+
 CASES: dict[str, tuple[str, str, str, str]] = {
     "nul": ('{"text": "a\\u0000b"}', "max_nul", "'a\\x00b'", "NUL characters"),
     "mojibake": ('{"text": "The cafÃ© is open"}', "max_mojibake", "'The cafÃ© is open'", "wrongly decoded"),

@@ -79,6 +79,11 @@ def test_what_is_said_of_ranks_that_come_no_further() -> None:
         [at(0, 8, collectives=4), at(2, 8, collectives=3)], {}, 0.5, FOLDER
     )
     assert "All are at step 5, in `forward`. The network" in stall_text([at(0, 8), at(1, 8)], {}, 0.5, FOLDER)
+    parted = [at(rank, 8, collectives=5, collective=f"4 of all, {kind}") for rank, kind in enumerate("aba")]
+    assert (
+        "Ranks are at one point, but not in one collective: rank 0 and rank 2 at step 5, in `forward`, in or after "
+        "collective 4 of all, a; rank 1 at step 5, in `forward`, in or after collective 4 of all, b. Code that"
+    ) in stall_text(parted, {}, 0.5, FOLDER)
     assert "Behind is rank 1 and rank 2, " in stall_text([ahead, behind, at(2, 8)], {}, 0.5, FOLDER)
     silent = at(1, 7, phase="aside")
     assert "No answer comes from rank 1 (last seen after step 4, evaluating or saving), which is" in stall_text(

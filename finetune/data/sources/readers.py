@@ -5,7 +5,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -26,6 +26,7 @@ BATCH_ROWS = 1024
 _LARGEST_FP32 = 3.4028234e38
 _DELIMITERS = (",", ";", "\t", "|")
 _SNIFFED_ROWS = 20
+_SHORT = 40
 _QUOTED = re.compile('"(?:[^"]|"")*"')
 _CONLLU = ("id", "form", "lemma", "upos", "xpos", "feats", "head", "deprel", "deps", "misc")
 _CONLL_COMMENT = re.compile(r"#\s+\w+( id)? = ")
@@ -404,6 +405,7 @@ def _read_csv(path: Path, fields: Fields, meter: Meter) -> Iterator[Document]:
     quote = None if delimiter == "\t" and _quotes_are_text(path) else '"'
     rows = csv.reader((line for _, line in lines(path, meter)), delimiter=delimiter, strict=True, quotechar=quote)
     begins = 1  # the line of a record that may go on over several, which is where a quote opens that never closes
+    outer: tuple[set[str], set[str]] = set(), set()  # values of the first and the last column, unless they are texts
     try:
         header = next(rows, None)
         if header is None:
@@ -423,8 +425,11 @@ def _read_csv(path: Path, fields: Fields, meter: Meter) -> Iterator[Document]:
                     f"the line, or put quotes around texts that contain {delimiter!r}."
                 )
             document = document_of(dict(zip(header, row, strict=True)), fields, where)
-            # In prose there are commas and semicolons.
-            swallowed = [cell for cell in row if "\n" in cell and delimiter in cell and delimiter in "\t|"]
+            for seen, at in zip(outer, (0, -1), strict=True):
+                prose = header[at] in (fields.text, fields.pair) or len(row[at]) > _SHORT
+                if row[at].strip() and not prose and len(seen) < BATCH_ROWS:
+                    seen.add(_kind(row[at]))
+            swallowed = [cell for cell in row if "\n" in cell and _swallows(cell, delimiter, *outer)]
             yield document._replace(issue=(SWALLOWED, repr(swallowed[0][:80]))) if swallowed else document
     except csv.Error as error:
         reason = "its lines end in carriage returns alone" if "new-line character" in str(error) else str(error)
@@ -434,6 +439,24 @@ def _read_csv(path: Path, fields: Fields, meter: Meter) -> Iterator[Document]:
             advice, further = "Close it; a quote inside a quoted text is written twice", ""
         further = further if rows.line_num > begins else ""
         raise DataError(f"{path}, line {begins} is not valid CSV: {reason}{further}. {advice}.") from error
+
+
+def _swallows(cell: str, delimiter: str, firsts: Collection[str], lasts: Collection[str]) -> bool:
+    """Tells if a cell of several lines may hold other rows.
+
+    In prose there are commas and semicolons: then a line in it must begin or end with a cell as the table's rows do.
+    """
+    rows = cell.splitlines()
+    return (
+        (delimiter in "\t|" and delimiter in cell)
+        or any(delimiter in row and _kind(row.partition(delimiter)[0]) in firsts for row in rows[1:])
+        or any(delimiter in row and _kind(row.rpartition(delimiter)[2]) in lasts for row in rows[:-1])
+    )
+
+
+def _kind(cell: str) -> str:
+    """Returns a short cell as it is compared with others: numbers are alike."""
+    return "0" if cell.strip().isdecimal() else cell.strip()
 
 
 def _quotes_are_text(path: Path) -> bool:

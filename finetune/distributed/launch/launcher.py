@@ -6,12 +6,14 @@ Without GPUs they are forks of this one, which has imported what they need: a st
 command line.
 """
 
+import errno
 import fcntl
 import gc
 import importlib.util
 import logging
 import math
 import os
+import resource
 import runpy
 import signal
 import subprocess
@@ -49,6 +51,9 @@ if TYPE_CHECKING:
 
 SEVERAL = "FINETUNE_MACHINES"
 """Variable by which `launch_workers` tells the launcher that it turns into of a launch on several machines."""
+
+# Files that a launcher has open, and for each worker. Of 2 workers, 28 are the fewest with which a launch has worked.
+_OPEN_FILES, _OPEN_FILES_EACH = 20, 4
 
 # After a failure torchrun asks the other workers to end, and kills those that hang: after 30 s, if left to itself.
 _HUNG_S = 25
@@ -109,6 +114,9 @@ def launch_workers(
         timeouts: How long these wait for each other; see `rendezvous.MachinePlan`.
     """
     foreseen, words = _prepare(config_file, options, arguments, module)
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < _OPEN_FILES + _OPEN_FILES_EACH * foreseen.local:
+        # torch's store waits for ever, or ends in C++, where it can have no socket.
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
     # Machines of an elastic launch come and go; its agents watch them.
     if foreseen.asked.num_machines > 1 and foreseen.asked.nnodes is None:
         from finetune.distributed.launch import rendezvous
