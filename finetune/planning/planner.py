@@ -262,7 +262,7 @@ def candidates_of(recipe: Recipe, launch: Launch, room: int) -> Callable[[int], 
 
 
 def largest_micro_size(recipe: Recipe, launch: Launch, sizes: Sequence[int], room: int) -> int:
-    """Returns the largest of `sizes` of a micro-batch that fits into `room` bytes; the smallest where none is known to."""
+    """Returns the largest of `sizes` of a micro-batch that fits into `room` bytes; the smallest where none does."""
     of = candidates_of(recipe, launch, room)
     fits = [size for size in sizes if of(size).verdict == "fits"] if of is not None else []
     return max(fits, default=min(sizes))
