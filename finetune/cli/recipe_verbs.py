@@ -241,7 +241,7 @@ def _start(parsed: argparse.Namespace) -> None:
             _start_workers(parsed, given)
         return
     recipe, foreseen = _load_both(parsed, given)
-    go_offline_if_unreachable()
+    arguments.prepare_libraries()
     from finetune.training.dry_run import describe
 
     to_stdout(describe(recipe, foreseen))

@@ -120,6 +120,7 @@ def _train(parsed: argparse.Namespace) -> int:
 
 def _dry_run(parsed: argparse.Namespace) -> None:
     recipe = load_checked(parsed)
+    silence_libraries()
     from finetune.training.dry_run import describe
 
     text = describe(recipe)

@@ -4,8 +4,12 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
 import testdata
 from harness import ROOT, environment, run
+
+from finetune.cli import main, model_verbs
+from finetune.utils.errors import RecipeError
 
 # In one process: what is imported for one refusal would show at the next.
 _PROGRAM = """
@@ -62,3 +66,12 @@ def test_refusals_import_no_torch(tmp_path: Path) -> None:
     assert code == 0, output[-3000:]
     found = [json.loads(line) for line in output.splitlines() if line.startswith("[")]
     assert dict(zip(map(" ".join, refused), found, strict=True)) == {" ".join(words): [2, False] for words in refused}
+
+
+def test_gguf_is_gguf_f16(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def require(name: str, what: str, extra: str) -> None:
+        raise RecipeError(f"{what} needs {name}")
+
+    monkeypatch.setattr(model_verbs, "require_installed", require)
+    assert main.main(["export", "runs/run", "--as", "gguf"]) == 2
+    assert capsys.readouterr().err == "\nError: --as gguf-f16 needs gguf\n"

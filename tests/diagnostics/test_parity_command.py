@@ -401,6 +401,23 @@ def test_what_cannot_be_asked_is_one_paragraph(
     assert says in said
 
 
+def test_several_finished_runs_are_compared_with_the_first(
+    pair: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, copy = pair
+    third = Path(shutil.copytree(copy, tmp_path / "third"))
+    lines = [json.loads(line) for line in (third / "metrics.jsonl").read_text().splitlines()]
+    lines[2]["loss"] *= 1.001
+    (third / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    capsys.readouterr()
+    assert main.main(["parity", str(one.directory), str(copy), str(third), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["reference"], found["holds"], [*found["runs"]]) == ("single", False, ["single", "copy", "third"])
+    assert {name: each["holds"] for name, each in found["comparisons"].items()} == {"copy": True, "third": False}
+    assert main.main(["parity", str(one.directory), str(copy), str(copy)]) == 0
+    assert capsys.readouterr().out.count("the path of ") == 2
+
+
 def test_what_is_no_finished_run_is_refused(pair: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, copy = pair
     facts = {key: value for key, value in one.facts.items() if key != "finished"}

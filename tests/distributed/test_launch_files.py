@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import threading
+import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -775,6 +776,11 @@ def test_dry_run_of_finetune_launch(place: Place, here: Here, capsys: pytest.Cap
     assert main.main([*words, "batch.global_size=3"]) == 2
     assert "batch.global_size 3 is not a multiple of the 2 processes that share it" in capsys.readouterr().err
     assert not place.files()
+    # Of a network that transformers warns of, as it does of any that has adapters.
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert main.main([*words, "--num_processes", "1", "lora.rank=4"]) == 0
+    assert [warning for warning in caught if issubclass(warning.category, FutureWarning)] == []
 
 
 def test_the_launcher_takes_a_free_port_unless_one_is_named(place: Place) -> None:

@@ -117,7 +117,7 @@ def test_a_file_of_prompts_is_answered(
         "questions": [{"question": question} for question in first],
         "prompts": [{"prompt": question, "response": "another"} for question in first],
         "text": [{"text": question} for question in first],
-        "named": [{"Frage": question, "id": n} for n, question in enumerate(first)],
+        "named": [{"Frage": question, "prompt": "Is it late?"} for question in first],
     }
     options = {"named": ["--text-field", "Frage"]}
     for place in ("full", "lora", "full_merged", "lora_adapter"):
@@ -163,6 +163,10 @@ def test_eval_of_conversations_takes_names_of_fields(
     [
         ({"messages": [{"role": "system", "content": "a"}]}, "no turn of a user is to be answered"),
         ({"prompt": ["a"]}, "line 1"),
+        (
+            [{"messages": [{"role": "user", "content": "a"}]}, {"b": "c"}],
+            "line 2: .* name another by --field messages=…",
+        ),
         ({"Frage": "a"}, "the fields are Frage, and no format has these.*--field user=…"),
         ({"prompt": "a " * 3000}, "there is no room for an answer. Shorten or remove the record"),
     ],
@@ -171,7 +175,8 @@ def test_what_cannot_be_answered_is_refused(
     places: dict[str, Path], record: Any, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "asked.jsonl"
-    file.write_text(json.dumps(record))
+    records = record if isinstance(record, list) else [record]
+    file.write_text("".join(json.dumps(one) + "\n" for one in records))
     assert main.main(["predict", str(places["full"]), str(file)]) == 2
     said = capsys.readouterr()
     assert said.out == ""

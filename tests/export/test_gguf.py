@@ -366,5 +366,8 @@ def test_modelfiles_say_what_templates_say(tmp_path: Path) -> None:
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert main.main(["export", "runs/run", "--as", "gguf-f16"]) == 2
-    assert "pip install 'finetune[gguf]'" in " ".join(capsys.readouterr().err.split())
+    for kind in ("gguf-f16", "gguf"):
+        assert main.main(["export", "runs/run", "--as", kind]) == 2
+        said = " ".join(capsys.readouterr().err.split())
+        assert "--as gguf-f16 needs gguf" in said
+        assert "pip install 'finetune[gguf]'" in said

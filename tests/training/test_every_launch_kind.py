@@ -4,6 +4,7 @@ Part of the quick tests, which show that a set of library versions works; tests/
 """
 
 import json
+import re
 
 import pytest
 import torch
@@ -56,6 +57,20 @@ def test_the_best_model_is_written(launcher: Launcher, kind: str) -> None:
     tensors = {name: tensor for file in saved.glob("*.safetensors") for name, tensor in load_file(file).items()}
     assert {name: tensors.get(name) is not None for name in run.weights} == dict.fromkeys(run.weights, True)
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in run.weights.items())
+
+
+# What libraries print where nothing is wrong: of loaded ops, of the device, of threads, of what is deprecated.
+NOISE = re.compile(
+    r"^(DeepSpeed|Setting accelerator|\[?[WIE]\d{4} |\[W|.*\[(WARNING|INFO)\]|.*Warning: |Failed to load).*",
+    re.MULTILINE,
+)
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.xdist_group(kind)) for kind in KINDS])
+def test_libraries_are_silent_where_nothing_is_wrong(launcher: Launcher, kind: str) -> None:
+    for run in runs(launcher, kind).values():
+        launch = run.directory.parent.parent
+        assert [found.group() for found in NOISE.finditer(run.check().output)] == [], launch
 
 
 @pytest.mark.parametrize("kind", [pytest.param("ddp", marks=pytest.mark.xdist_group("ddp"))])
