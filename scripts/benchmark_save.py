@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from finetune.checkpoint.checkpoint_store import LocalCheckpointStore
+from finetune.checkpoint.checkpoint_store import CheckpointStore
 from finetune.checkpoint.save_checkpoint import CheckpointWriter
 from finetune.checkpoint.snapshot import Snapshot
 from finetune.config.recipe import validate_recipe
@@ -61,7 +61,7 @@ class Bench:
         self.run, self.step = run, 0
         folder.mkdir(exist_ok=True)
         section = CheckpointSection(keep=1, keep_best_by=None)
-        store, snapshot = LocalCheckpointStore(folder), Snapshot(run.backend, None)
+        store, snapshot = CheckpointStore(folder), Snapshot(run.backend, None)
         self.saver = CheckpointWriter(store, run.backend, section, snapshot, lambda _: None)
 
     def take_step(self) -> None:

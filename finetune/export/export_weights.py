@@ -29,7 +29,7 @@ from finetune.models.heads import Head
 from finetune.tasks.task import TaskData
 from finetune.tasks.task_lookup import find_task
 from finetune.utils.atomic_files import lock_file, remove_path, sync_files, sync_to_disk, write_json
-from finetune.utils.compat import accelerate_private  # noqa: F401 - or saving imports what warns of a CPU
+from finetune.utils.compat import accelerate_private  # noqa: F401 - or saving imports a library that warns
 from finetune.utils.errors import CheckpointError, FinetuneError, RecipeError
 
 Say = Callable[[str], None]
