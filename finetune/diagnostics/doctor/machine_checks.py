@@ -233,7 +233,7 @@ def python(asked: Asked) -> Iterable[CheckResult]:
 
 def packages(asked: Asked) -> Iterable[CheckResult]:
     """Checks that every package that is needed is there, in a version that the tests ran with."""
-    sound, needed = 0, ["deepspeed"] if asked.launch and asked.launch.uses_deepspeed else []
+    sound, needed = 0, [asked.launch.library] if asked.launch else []
     if asked.recipe is not None and asked.recipe.model.quantization is not None:
         needed.append("bitsandbytes")
     for requirement in map(Requirement, metadata.requires("finetune") or ()):

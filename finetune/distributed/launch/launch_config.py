@@ -89,9 +89,18 @@ class Launch:
         return self.sharded or self.uses_deepspeed or self.tensor > 1
 
     @property
+    def flattens(self) -> bool:
+        """True if optimisers get parts of flat buffers, in which tensors have lost their shapes."""
+        return self.uses_deepspeed
+
+    @property
     def uses_deepspeed(self) -> bool:
-        """True also says that optimisers get parts of flat buffers, in which tensors have lost their shapes."""
         return self.kind.startswith("zero")
+
+    @property
+    def library(self) -> str | None:
+        """The library that this launch needs and others do not."""
+        return "deepspeed" if self.uses_deepspeed else None
 
     @property
     def uses_fsdp(self) -> bool:
@@ -192,8 +201,8 @@ def check_installed(launch: Launch) -> None:
     Raises:
         LibraryVersionError: With what to install.
     """
-    if launch.uses_deepspeed:
-        require_installed("deepspeed", f"{launch.place} asks for ZeRO, which")
+    if launch.library is not None:
+        require_installed(launch.library, f"{launch.place} asks for ZeRO, which")
 
 
 def launch_of_environment(
