@@ -231,13 +231,8 @@ class Audit:
 
 def _no_line(steps: list[int]) -> str:
     """Names steps of which no line can be read, in ranges."""
-    ranges: list[list[int]] = []
-    for step in steps:
-        if ranges and ranges[-1][1] == step - 1:
-            ranges[-1][1] = step
-        else:
-            ranges.append([step, step])
-    said = [str(first) if first == last else f"{first:,} to {last:,}" for first, last in ranges]
+    ranges = np.split(steps, np.flatnonzero(np.diff(steps) != 1) + 1)
+    said = [str(found[0]) if len(found) == 1 else f"{found[0]:,} to {found[-1]:,}" for found in ranges]
     return f"no line for step{'s' * (len(steps) > 1)} {brief_list(said)} is there, or can be read"
 
 

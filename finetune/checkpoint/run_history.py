@@ -296,7 +296,7 @@ class RunReader:
         directory, now = self._directory, time.time()
         facts = read_facts(directory)
         with CheckpointError.explaining(f"{directory}: its metrics cannot be read", "", OSError):
-            self._read_metrics()
+            self._metrics_file.read(self._begin_metrics, self._add_metrics, only_outcome=self._only_outcome)
             if not self._only_outcome:
                 self._machines_file.read(self._machines.clear, self._add_sample)
             journal = read_incidents(directory)

@@ -48,7 +48,7 @@ class Mesh:
 
     @classmethod
     def of_launch(cls, launch: Launch, rank: int, device_type: str, timeout: timedelta) -> "Mesh":
-        """Makes the groups that a launch asks for; every rank must call it. Their collectives have this `timeout`."""
+        """Makes the groups of a launch, whose collectives wait so long for a rank; every rank must call it."""
         data = launch.data_ranks // launch.replicate
         shards = launch.sharded or launch.uses_deepspeed
         sizes = {
