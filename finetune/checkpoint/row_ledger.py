@@ -35,10 +35,8 @@ def read_skipped(directory: Path) -> list[Incident]:
     Raises:
         CheckpointError: If `incidents.jsonl` cannot be read.
     """
-    try:
+    with CheckpointError.explaining(f"{directory / INCIDENTS} cannot be read", "", OSError):
         return [Incident.from_line(line) for line in read_incidents(directory).whole]
-    except OSError as error:
-        raise CheckpointError(f"{directory / INCIDENTS} cannot be read: {error.strerror or error}.") from error
 
 
 @dataclass(frozen=True)
@@ -85,12 +83,9 @@ def read_ledger(directory: Path) -> Lines:
 
 
 def mend_ledger(directory: Path, step: int) -> list[str]:
-    """Sets damaged lines of the ledger aside before a run goes on after a step.
+    """Sets damaged lines of the ledger aside before a run goes on after a step, and returns what to report.
 
     Nothing holds a copy of them: what is lost is said, here and by each audit.
-
-    Returns:
-        What to report.
 
     Raises:
         CheckpointError: If a step is there twice.
@@ -119,12 +114,10 @@ def mend_ledger(directory: Path, step: int) -> list[str]:
 def _read(directory: Path) -> tuple[int, Iterator[Used], Lines]:
     """Returns the first step, counted from 0 as in the file, the steps that count, in order, and all lines."""
     file = directory / LEDGER
-    try:
-        lines = read_ledger(directory)
-    except OSError as error:
-        if isinstance(error, (FileNotFoundError, NotADirectoryError)):
+    with CheckpointError.explaining(f"{file} cannot be read", "", OSError):
+        if not file.exists():
             read_facts(directory)  # says what it is instead if it is no run
-        raise CheckpointError(f"{file} cannot be read: {error.strerror or error}.") from error
+        lines = read_ledger(directory)
     first, steps = _steps(file, lines)
     # Each is taken out, so that its rows do not stay in memory.
     entries = (steps.pop(step) for step in sorted(steps))
@@ -238,13 +231,8 @@ class Audit:
 
 def _no_line(steps: list[int]) -> str:
     """Names steps of which no line can be read, in ranges."""
-    ranges: list[list[int]] = []
-    for step in steps:
-        if ranges and ranges[-1][1] == step - 1:
-            ranges[-1][1] = step
-        else:
-            ranges.append([step, step])
-    said = [str(first) if first == last else f"{first:,} to {last:,}" for first, last in ranges]
+    ranges = np.split(steps, np.flatnonzero(np.diff(steps) != 1) + 1)
+    said = [str(found[0]) if len(found) == 1 else f"{found[0]:,} to {found[-1]:,}" for found in ranges]
     return f"no line for step{'s' * (len(steps) > 1)} {brief_list(said)} is there, or can be read"
 
 

@@ -47,19 +47,15 @@ def read_facts(directory: Path) -> dict[str, Any]:
         CheckpointError: If it cannot be read.
     """
     file = directory / RUN
-    try:
-        facts: dict[str, Any] = json_files.read(file, _SHAPE, needed=["starts"])
-    except (FileNotFoundError, NotADirectoryError) as error:
-        if (wrong := path_kinds.why_not(directory, "run")) is not None:
-            raise RecipeError(wrong) from error
-        raise RecipeError(
-            f"{directory} holds no run: it has no run.json. Give a run directory, such as runs/sample; `finetune runs` "
-            "lists those that are here."
-        ) from error
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{file} cannot be read: {getattr(error, 'strerror', None) or error}. Restore it from a copy."
-        ) from error
+    with CheckpointError.explaining(f"{file} cannot be read", "Restore it from a copy."):
+        try:
+            facts: dict[str, Any] = json_files.read(file, _SHAPE, needed=["starts"])
+        except (FileNotFoundError, NotADirectoryError) as error:
+            none = (
+                f"{directory} holds no run: it has no run.json. Give a run directory, such as runs/sample; `finetune "
+                "runs` lists those that are here."
+            )
+            raise RecipeError(path_kinds.why_not(directory, "run") or none) from error
     return facts
 
 

@@ -295,13 +295,11 @@ class RunReader:
         """
         directory, now = self._directory, time.time()
         facts = read_facts(directory)
-        try:
+        with CheckpointError.explaining(f"{directory}: its metrics cannot be read", "", OSError):
             self._metrics_file.read(self._begin_metrics, self._add_metrics, only_outcome=self._only_outcome)
             if not self._only_outcome:
                 self._machines_file.read(self._machines.clear, self._add_sample)
             journal = read_incidents(directory)
-        except OSError as error:
-            raise CheckpointError(f"{directory}: its metrics cannot be read: {error.strerror or error}.") from error
         incidents: list[Incident] = []
         for line in journal.whole:
             _drop_from(incidents, line["step"])

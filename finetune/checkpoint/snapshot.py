@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
 
 from finetune.checkpoint.checkpoint_store import CheckpointStore
 from finetune.checkpoint.integrity import Files, NewFile
 from finetune.checkpoint.tensor_files import TensorFile, file_order
 from finetune.distributed.backend import Backend
 from finetune.distributed.state import tensor_shards
-from finetune.distributed.state.tensor_shards import Block, Exchange
+from finetune.distributed.state.tensor_shards import Block
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,8 @@ class Snapshot:
         # The rank that keeps each trained tensor, by parameter name, and what belongs to it; the same on every rank.
         self._owners: dict[str, int] = {}
         self._entries: list[_Entry] = []
-        self._exchange: Exchange | None = None
+        # A process group of its own, in host memory: training does not wait while pieces are sent.
+        self._group: Any = None
         # What each rank has of each tensor that is divided.
         self._blocks: dict[str, list[tuple[Block, ...]]] = {}
 
@@ -170,7 +171,7 @@ class Snapshot:
         self._blocks = {
             key: [tensor_shards.from_numbers(rank) for rank in ranks] for key, ranks in zip(blocks, found, strict=True)
         }
-        self._exchange = self._exchange or Exchange()
+        self._group = self._group or distributed.new_group(backend="gloo")
 
     @staticmethod
     def _order(entry: _Entry) -> tuple[bool, tuple[int, str]]:
@@ -181,10 +182,9 @@ class Snapshot:
         """Returns a tensor that this rank keeps, as one dimension; of others, sends the piece to the rank that does."""
         if not entry.ranks:
             return entry.copy
-        assert self._exchange is not None
         if entry.owner != self._backend.rank:
             if entry.copy.numel():
-                self._exchange.send(entry.copy, entry.owner)
+                distributed.send(_bytes(entry.copy), entry.owner, group=self._group)
             return None
         whole = scratch[: entry.nbytes].view(entry.copy.dtype)
         shaped = whole.view(entry.shape)
@@ -194,12 +194,16 @@ class Snapshot:
                 piece = entry.copy
             elif len(blocks) == 1 and len(blocks[0].whole) == 1:
                 # In place.
-                self._exchange.receive(blocks[0].within(whole), rank)
+                distributed.recv(_bytes(blocks[0].within(whole)), rank, group=self._group)
                 continue
             elif blocks:
                 ends = zip(*(block.local for block in blocks), strict=True)
                 piece = torch.empty([max(last for _, last in end) for end in ends], dtype=whole.dtype)
-                self._exchange.receive(piece, rank)
+                distributed.recv(_bytes(piece), rank, group=self._group)
             for block in blocks:
                 block.within(shaped).copy_(block.of(piece))
         return whole
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)

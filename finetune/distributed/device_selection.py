@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from finetune.utils.compat.library_versions import installed
 from finetune.utils.platforms import peak_bytes
 
@@ -55,8 +57,6 @@ def available_memory() -> int:
         # As Accelerate counts them: a scheduler may show each process a GPU of its own only.
         index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
         return int(torch.cuda.get_device_properties(index).total_memory)
-    import psutil
-
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_DATA, resource.RLIMIT_AS)]
     allowed = [limit for limit in limits if limit != resource.RLIM_INFINITY]
@@ -72,8 +72,6 @@ def total_memory() -> int:
 
     if torch.cuda.is_available():
         return available_memory()
-    import psutil
-
     total = psutil.virtual_memory().total
     return int(min(total, _of_container("max") or total)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 

@@ -144,14 +144,11 @@ def _slowest(call: Callable[[], Any], times: int, device: torch.device) -> float
 
 
 def run_measurement(wanted: tuple[int, int | None, int], file: Path | None) -> list[str] | None:
-    """Measures on the processes that this one was launched with.
+    """Measures on the processes that this one was launched with; returns what people read on rank 0, elsewhere None.
 
     Args:
         wanted: Smallest and largest size in bytes (None: what suits the device), and the factor between sizes.
         file: Where rank 0 writes the result as JSON.
-
-    Returns:
-        What people read, on rank 0; None elsewhere.
 
     Raises:
         BackendError: If there is one process only, or they cannot meet.
@@ -182,10 +179,8 @@ def run_measurement(wanted: tuple[int, int | None, int], file: Path | None) -> l
             return None
         result = _describe(found, world, machines, device)
         if file is not None:
-            try:
+            with RecipeError.explaining(f"--json: cannot write {file}", "", OSError):
                 write_json(file, result)
-            except OSError as error:
-                raise RecipeError(f"--json: cannot write {file}: {error.strerror or error}.") from error
         return list(report_lines(result))
     finally:
         distributed.destroy_process_group()

@@ -102,7 +102,10 @@ def _send(alert: str, event: Event, text: str, facts: dict[str, Any]) -> None:
     body = json.dumps({**figures, "event": event, "host": host, "text": said, "content": said}, default=str)
     try:
         if (url := _webhook(alert, os.environ)) is not None:
-            _post(url, body)
+            # Discord refuses the name that Python gives itself.
+            headers = {"Content-Type": "application/json", "User-Agent": "finetune"}
+            request = urllib.request.Request(url, body.encode(), headers)
+            urllib.request.build_opener(_NoRedirects).open(request, timeout=_TIMEOUT_S).close()
         else:
             told = {"FINETUNE_EVENT": event, "FINETUNE_TEXT": said, "FINETUNE_RUN": str(facts.get("run", ""))}
             _run_command(shlex.split(alert), body, told)
@@ -137,13 +140,6 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
     def redirect_request(self, *_: Any) -> None:
         return None
-
-
-def _post(url: str, body: str) -> None:
-    # Discord refuses the name that Python gives itself.
-    headers = {"Content-Type": "application/json", "User-Agent": "finetune"}
-    request = urllib.request.Request(url, body.encode(), headers)
-    urllib.request.build_opener(_NoRedirects).open(request, timeout=_TIMEOUT_S).close()
 
 
 def _run_command(words: list[str], body: str, told: dict[str, str]) -> None:

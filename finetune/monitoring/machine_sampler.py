@@ -173,40 +173,35 @@ class MachineMeter:
         except nvml.NVMLError:
             return None
 
-        def ask(what: str, *more: Any) -> Any:
+        def ask(what: str, *more: Any, take: Callable[[Any], Any] = lambda answer: answer) -> Any:
             try:
-                return getattr(nvml, f"nvmlDeviceGet{what}")(handle, *more)
+                return take(getattr(nvml, f"nvmlDeviceGet{what}")(handle, *more))
             except nvml.NVMLError:
                 return None
 
-        sample: dict[str, Any] = {}
-        if (busy := ask("UtilizationRates")) is not None:
-            sample["percent"] = busy.gpu
-        if (memory := ask("MemoryInfo")) is not None:
-            sample |= {"memory_used_gib": _gib(memory.used), "memory_total_gib": _gib(memory.total)}
-        if (milliwatts := ask("PowerUsage")) is not None:
-            sample["power_w"] = milliwatts / 1000
-        figures = {
+        sample = {
+            "percent": ask("UtilizationRates", take=lambda busy: busy.gpu),
+            "memory_used_gib": ask("MemoryInfo", take=lambda memory: _gib(memory.used)),
+            "memory_total_gib": ask("MemoryInfo", take=lambda memory: _gib(memory.total)),
+            "power_w": ask("PowerUsage", take=lambda milliwatts: milliwatts / 1000),
             "temperature_c": ask("Temperature", nvml.NVML_TEMPERATURE_GPU),
             "sm_clock_mhz": ask("ClockInfo", nvml.NVML_CLOCK_SM),
+            "throttled": ask(
+                "CurrentClocksEventReasons", take=lambda bits: [why for bit, why in _THROTTLES.items() if bits & bit]
+            ),
         }
-        sample |= {key: value for key, value in figures.items() if value is not None}
-        if (reasons := ask("CurrentClocksEventReasons")) is not None:
-            sample["throttled"] = [name for bit, name in _THROTTLES.items() if reasons & bit]
-        return sample
+        return {key: value for key, value in sample.items() if value is not None}
 
 
 def _open_nvml() -> Any:
     """Returns the module that asks NVIDIA's driver; False without it or without the driver."""
-    try:
+    with suppress(ImportError):
         import pynvml
-    except ImportError:
-        return False
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return False
-    return pynvml
+
+        with suppress(pynvml.NVMLError):
+            pynvml.nvmlInit()
+            return pynvml
+    return False
 
 
 def _gpu_uuid(device: torch.device) -> str | None:

@@ -159,10 +159,9 @@ def state_bytes(optim: OptimSection) -> float:
 
 
 def _made(optim: OptimSection, parameters: Any, arguments: dict[str, Any]) -> Optimizer:
-    try:
+    what = f"optim: {optim.name} refuses its arguments {arguments}"
+    with RecipeError.explaining(what, "", TypeError, ValueError):
         return _find(optim.name)(parameters, **arguments)
-    except (TypeError, ValueError) as error:
-        raise RecipeError(f"optim: {optim.name} refuses its arguments {arguments}: {error}.") from error
 
 
 def _step(
@@ -171,14 +170,11 @@ def _step(
     """A step on a trial."""
     for weight, gradient in zip(weights, gradients, strict=True):
         weight.grad = gradient
-    try:
+    what = f"optim.name: {optim.name} cannot take a step with dense gradients and nothing else"
+    with RecipeError.explaining(
+        what, "Take another one, such as AdamW.", TypeError, ValueError, RuntimeError, IndexError
+    ):
         optimizer.step()
-    except (TypeError, ValueError, RuntimeError, IndexError) as error:
-        said = " ".join(str(error).split()).rstrip(".")
-        raise RecipeError(
-            f"optim.name: {optim.name} cannot take a step with dense gradients and nothing else: {said}. Take another "
-            "one, such as AdamW."
-        ) from error
 
 
 def _arguments(optim: OptimSection, lr: float) -> dict[str, Any]:

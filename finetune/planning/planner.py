@@ -98,11 +98,7 @@ def machines_of(parsed: argparse.Namespace) -> Machines:
 
 
 def count_rows(recipe: Recipe) -> tuple[int | None, str]:
-    """Counts training rows for a length in epochs: those that are prepared, or an estimate; nothing is prepared.
-
-    Returns:
-        The rows, if they could be counted; and how they were, or why not.
-    """
+    """Counts training rows for a length in epochs, prepared ones or an estimate; says how, or why there are none."""
     if recipe.length.epochs is None:
         return None, ""
     if ":" in recipe.task.name or any(source.hub is not None for source in recipe.data.train):
@@ -238,10 +234,8 @@ def write_launch_file(plan: Plan, file: Path) -> None:
         raise RecipeError(f"--write: there is no launch file to write, {plan.advice.reason}")
     if file.exists():
         raise RecipeError(f"--write: {file} is there already, and nothing is overwritten unasked. Name another file.")
-    try:
+    with RecipeError.explaining(f"--write: cannot write {file}", "", OSError):
         atomic_files.write_text(file, recommendations.launch_text(plan.advice.candidate.launch, plan.machines.nodes))
-    except OSError as error:
-        raise RecipeError(f"--write: cannot write {file}: {error.strerror}.") from error
 
 
 def candidates_of(recipe: Recipe, launch: Launch, room: int) -> Callable[[int], Candidate] | None:
@@ -262,7 +256,7 @@ def candidates_of(recipe: Recipe, launch: Launch, room: int) -> Callable[[int], 
 
 
 def largest_micro_size(recipe: Recipe, launch: Launch, sizes: Sequence[int], room: int) -> int:
-    """Returns the largest of `sizes` of a micro-batch that fits into `room` bytes; the smallest where none does."""
+    """Returns the largest of `sizes` of a micro-batch that fits into `room` bytes; the smallest if none is known to."""
     of = candidates_of(recipe, launch, room)
     fits = [size for size in sizes if of(size).verdict == "fits"] if of is not None else []
     return max(fits, default=min(sizes))

@@ -54,25 +54,18 @@ def offered_settings(recipe: Recipe) -> Iterator[StepSetting]:
     """Yields the recipe's own setting and smaller ones, the cheapest change first; a launch takes what divides."""
     micro, checkpointed = recipe.batch.rows, recipe.model.gradient_checkpointing is True
     smaller = [size for size in reversed(divisors(recipe.batch.global_size)) if size < micro]
-    yield StepSetting(micro, checkpointed)
-    if not checkpointed:
-        yield StepSetting(micro, True)
-    for size in smaller:
-        yield StepSetting(size, checkpointed)
-    if not checkpointed:
-        yield from (StepSetting(size, True) for size in smaller)
+    for sizes in ([micro], smaller):
+        for again in dict.fromkeys((checkpointed, True)):
+            yield from (StepSetting(size, again) for size in sizes)
 
 
 def recommend_launch(recipe: Recipe, kind: str, launches: dict[str, Launch], make: Make) -> Advice:
     """Returns the simplest launch that fits: shard rather than recompute, recompute rather than offload."""
     near = [n for n, launch in launches.items() if launch.offload_params == launch.offload_optimizer == "none"]
     far = [name for name in launches if name not in near]
-    tries = []
-    for names in (near, far):
-        tries += [(name, kind, setting) for setting in offered_settings(recipe) for name in names]
-    for other in KINDS[KINDS.index(kind) + 1 :]:
-        for name in launches:
-            tries += [(name, other, setting) for setting in offered_settings(recipe)]
+    settings, others = [*offered_settings(recipe)], KINDS[KINDS.index(kind) + 1 :]
+    tries = [(name, kind, setting) for names in (near, far) for setting in settings for name in names]
+    tries += [(name, other, setting) for other in others for name in launches for setting in settings]
     for name, way, setting in tries:
         candidate = make(name, way, setting)
         if candidate.verdict == "fits":

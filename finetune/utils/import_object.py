@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from finetune.utils.atomic_files import digest_of
-from finetune.utils.errors import FinetuneError, RecipeError
+from finetune.utils.errors import RecipeError
 
 HANDED_OVER = "python:"
 """Prefix of names that are known in one process only."""
@@ -37,17 +37,13 @@ def import_object(path: str, key: str) -> Any:
             "Hand it over here too, or put it into a file and name it as file.py:object."
         )
     place, _, name = path.rpartition(":")
+    advice, causes = "It is read as package.module:object or as file.py:object.", (AttributeError, OSError, ValueError)
     _importing.append(place)
     try:
-        if not place.endswith(".py") and (here := str(Path.cwd())) not in sys.path:
-            sys.path.append(here)  # a command that is installed does not look there by itself
-        return attrgetter(name)(_module_of(Path(place)) if place.endswith(".py") else _module_named(place))
-    except FinetuneError:
-        raise
-    except (ImportError, AttributeError, OSError, ValueError) as error:
-        raise RecipeError(
-            f"{key}: cannot import '{path}': {error}. It is read as package.module:object or as file.py:object."
-        ) from error
+        with RecipeError.explaining(f"{key}: cannot import '{path}'", advice, ImportError, *causes):
+            if not place.endswith(".py") and (here := str(Path.cwd())) not in sys.path:
+                sys.path.append(here)  # a command that is installed does not look there by itself
+            return attrgetter(name)(_module_of(Path(place)) if place.endswith(".py") else _module_named(place))
     finally:
         _importing.pop()
 

@@ -133,8 +133,7 @@ def ended_within(patience_s: float) -> Iterator[None]:
 def say_interrupted(error: KeyboardInterrupt, *, quiet: bool = False) -> int:
     """Prints in one line, unless `quiet`, which signal has ended this process, and the error's notes; once a launch.
 
-    Returns:
-        The exit code that a shell has for a process that such a signal has ended.
+    Returns the exit code that a shell has for a process that such a signal has ended.
     """
     number: int = getattr(error, "number", signal.SIGINT)
     name = "Ctrl-C" if number == signal.SIGINT else str(error)

@@ -58,10 +58,7 @@ failure = partial(CheckResult, status="failure")
 def run_probe(script: str, *words: str, env: Mapping[str, str], limit_s: float = 120.0) -> tuple[str, str]:
     """Runs a Python script in a process of its own, which a native library may end; nothing that it starts outlives it.
 
-    The limit has room for an import of torch from a slow disk.
-
-    Returns:
-        Output of the script, or the last line of its complaint.
+    Returns its output, and the last line of its complaint. The limit has room for an import of torch from a slow disk.
     """
     command, pipe = [sys.executable, "-c", script, *words], subprocess.PIPE
     # A group of its own, so that whatever it starts ends with it.

@@ -39,10 +39,8 @@ def read_deepspeed_file(path: str, file: str | None) -> tuple[str, dict[str, Any
         BackendError: If there is none, it cannot be read, or it holds keys that DeepSpeed does not know.
     """
     place = find_deepspeed_file(path, file)
-    try:
+    with BackendError.explaining(f"The DeepSpeed config {place} cannot be read as JSON", ""):
         config = json_files.parse(read_text(place), pairs=_each_once)
-    except (OSError, ValueError) as error:
-        raise BackendError(f"The DeepSpeed config {place} cannot be read as JSON: {error}.") from error
     if not isinstance(config, dict):
         raise BackendError(f"The DeepSpeed config {place} must hold keys and values, not {type(config).__name__}.")
     if (other := file_kinds.other_kind(config, file_kinds.DEEPSPEED)) is not None:

@@ -223,11 +223,9 @@ def host_store(port: int, say: Callable[[str], None]) -> None:
     import torch
 
     distributed: Any = torch.distributed
-    try:
+    what, advice = f"--port {port} cannot be listened on", "Choose another one, or 0."
+    with BackendError.explaining(what, advice, RuntimeError, ValueError):
         store = distributed.TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)
-    except (RuntimeError, ValueError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise BackendError(f"--port {port} cannot be listened on: {reason}. Choose another one, or 0.") from error
     say(f"Machines meet here: --main_process_ip {socket.gethostname()} --main_process_port {store.port}")
     while True:
         signal.pause()

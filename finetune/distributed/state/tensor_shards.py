@@ -1,4 +1,4 @@
-"""The part of a tensor that lies on this rank, and the way of parts to the rank that writes the whole."""
+"""The part of a tensor that lies on this rank."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -152,25 +152,3 @@ def from_numbers(numbers: list[int]) -> tuple[Block, ...]:
 
 def _slices(ranges: tuple[Range, ...]) -> tuple[slice, ...]:
     return tuple(slice(first, last) for first, last in ranges)
-
-
-class Exchange:
-    """Sends pieces from rank to rank, in host memory and in a process group of its own: training does not wait.
-
-    All ranks make one at the same time.
-    """
-
-    def __init__(self) -> None:
-        self._group = distributed.new_group(backend="gloo")
-
-    def send(self, piece: torch.Tensor, rank: int) -> None:
-        """Sends a contiguous piece; returns once it has been taken."""
-        distributed.send(_bytes(piece), rank, group=self._group)
-
-    def receive(self, into: torch.Tensor, rank: int) -> None:
-        """Takes the next piece that a rank sends, into a contiguous tensor."""
-        distributed.recv(_bytes(into), rank, group=self._group)
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).view(torch.uint8)

@@ -259,17 +259,7 @@ def _replay_cpu_adam(optimizer: Any, steps: int) -> None:
     Source: deepspeed 0.19.8, `csrc/includes/cpu_adam.h`, `Adam_Optimizer::IncrementStep`.
     """
     group = optimizer.param_groups[0]
-    beta1, beta2 = group["betas"]
+    settings = (group["lr"], *group["betas"], group["eps"], group["weight_decay"], group["bias_correction"])
     nothing = [torch.empty(0) for _ in range(4)]
     for step in range(1, steps + 1):
-        optimizer.ds_opt_adam.adam_update(
-            optimizer.opt_id,
-            step,
-            group["lr"],
-            beta1,
-            beta2,
-            group["eps"],
-            group["weight_decay"],
-            group["bias_correction"],
-            *nothing,
-        )
+        optimizer.ds_opt_adam.adam_update(optimizer.opt_id, step, *settings, *nothing)

@@ -47,10 +47,7 @@ class Traced:
 
 
 def find_wanted(plan: Plan, names: str) -> list[Candidate]:
-    """Returns the candidates to trace.
-
-    Args:
-        names: Launch files of the plan, with commas, in the recipe's own way; `recommended`, as it is recommended.
+    """Returns the candidates to trace: of launch files in the recipe's own way, or the one that is recommended.
 
     Raises:
         RecipeError: If there is no such launch file.
@@ -70,12 +67,7 @@ def find_wanted(plan: Plan, names: str) -> list[Candidate]:
 
 
 def trace_all(plan: Plan, candidates: list[Candidate], stored: str | None, say: Callable[[str], None]) -> list[Traced]:
-    """Traces candidates one after the other.
-
-    Args:
-        stored: Dtype of stored weights, as for `planner.make_plan`.
-        say: Takes the name of what is being traced.
-    """
+    """Traces candidates one after the other, whose names it says; `stored` is as for `planner.make_plan`."""
     found, taken = [], dict[str, dict[str, Any]]()
     for candidate in candidates:
         variant, closed = plan.variants[candidate.kind], fake_backend.why_closed(candidate.launch)
