@@ -602,9 +602,10 @@ def _complete(conversion: _Conversion, devices: int) -> str:
     found.setdefault("launch", "single" if devices == 1 else "fsdp" if tool == "torchtune" else "ddp")
     if given.get("eval_strategy") == "steps" and not given.get("eval_steps"):
         found["eval.every_steps"] = given.get("logging_steps", 10 if tool == "trl" else 500)
-    if found.get("eval.patience") and not (found.get("eval.every_steps") or found.get("eval.per_epoch")):
-        conversion.leave("differs", "early_stopping_patience", "nothing is evaluated before the end of the run")
-        del found["eval.patience"]
+    for key, name in (("eval.patience", "early_stopping_patience"), ("output.model", "load_best_model_at_end")):
+        if key in found and not (found.get("eval.every_steps") or found.get("eval.per_epoch")):
+            conversion.leave("differs", name, "nothing is evaluated before the end of the run")
+            del found[key]
     sources = found.get("data.train", []) + found.get("data.validation", [])
     formats = {source["format"] for source in sources if "format" in source}
     found["chat"] = bool(formats)

@@ -367,6 +367,11 @@ def test_a_file_that_is_no_config_is_refused(text: str, tmp_path: Path) -> None:
 def test_evaluations(keys: dict[str, Any], every_steps: int | None, per_epoch: float | None, tmp_path: Path) -> None:
     recipe, _ = converted(tmp_path, {**TRL, **keys})
     assert (recipe.eval.every_steps, recipe.eval.per_epoch) == (every_steps, per_epoch)
+    # Without an evaluation before the end, none is the best.
+    (tmp_path / "best").mkdir()
+    best, said = converted(tmp_path / "best", {**TRL, **keys, "load_best_model_at_end": True})
+    assert best.output.model == ("best" if every_steps or per_epoch else "last")
+    assert (best.output.model == "best") != ("load_best_model_at_end" in said)
 
 
 @pytest.mark.parametrize(
