@@ -86,12 +86,12 @@ def newest_address(store: CheckpointStore, broken: Collection[str] = ()) -> str 
 
 def list_resumable(store: CheckpointStore, *, unsealed: bool = True) -> list[str]:
     """Returns the checkpoints to try, newest first; `unsealed`: also whole ones whose writer ended before it sealed."""
-    found = store.list_names()
+    candidates = store.list_names()
     for name in store.list_unsealed() if unsealed else ():
         with suppress(CheckpointError):
             check_sizes(store, name)
-            found.append(name)
-    return sorted(found, key=lambda name: (-(step_of(sealed_name(name)) or 0), len(name)))
+            candidates.append(name)
+    return sorted(candidates, key=lambda name: (-(step_of(sealed_name(name)) or 0), len(name)))
 
 
 def seal_checkpoint(store: CheckpointStore, name: str, files: Files, facts: dict[str, Any]) -> None:
@@ -146,7 +146,7 @@ def _check_files(store: CheckpointStore, name: str, files: dict[str, Any]) -> No
     with file_errors(store.address(name), missing=f"{store.address(name)} is gone"):
         there = store.list_files(name)
     for file, facts in files.items():
-        path, address, found = PurePosixPath(file), store.address(name, file), there.get(file)
+        path, address, actual = PurePosixPath(file), store.address(name, file), there.get(file)
         if path.is_absolute() or ".." in path.parts:
             raise CheckpointError(f"{manifest} lists {file}, which is not inside the checkpoint")
         if json_files.shape_mismatch(facts, _FILE_SHAPE, needed=_FILE_SHAPE) is not None:
@@ -156,13 +156,13 @@ def _check_files(store: CheckpointStore, name: str, files: dict[str, Any]) -> No
             if isinstance(kind, str) and kind != FOLDER:
                 raise CheckpointError(f"{store.address(name, parent)} is {kind}, not a folder")
         with file_errors(address, missing=f"{address} is missing"):
-            if found is None:
+            if actual is None:
                 store.open_file(name, file).close()  # says why, where it is a name that no store has
                 raise FileNotFoundError
-        if isinstance(found, str):
-            raise CheckpointError(f"{address} is {found}, not a file")
-        if found != facts["bytes"]:
-            raise CheckpointError(f"{address} has {found:,} bytes instead of {facts['bytes']:,}")
+        if isinstance(actual, str):
+            raise CheckpointError(f"{address} is {actual}, not a file")
+        if actual != facts["bytes"]:
+            raise CheckpointError(f"{address} has {actual:,} bytes instead of {facts['bytes']:,}")
     for file, kind in there.items():
         # Hidden names are a file system's own, such as .nfs0001. A folder is as good as what it holds.
         if not (file in files or file == MANIFEST or kind == FOLDER or PurePosixPath(file).name.startswith(".")):
@@ -193,8 +193,8 @@ def verify_checkpoint(store: CheckpointStore, name: str, *, share: int = 0, shar
     for file, facts in sorted(files.items())[share::shares]:
         address = store.address(name, file)
         with file_errors(address, missing=f"{address} is missing"), store.open_file(name, file) as opened:
-            found = hashlib.file_digest(opened, xxhash.xxh3_128).hexdigest()
-        if found != facts["xxh3_128"]:
+            digest = hashlib.file_digest(opened, xxhash.xxh3_128).hexdigest()
+        if digest != facts["xxh3_128"]:
             raise CheckpointError(f"{address} was changed after it was written: its digest does not match")
 
 
@@ -208,9 +208,9 @@ def read_state(store: CheckpointStore, name: str) -> dict[str, Any]:
     state = _read_json(store, name, STATE, _STATE_SHAPE, missing=f"{file} is missing")
     if state["step"] != manifest["step"]:
         raise CheckpointError(f"{file} speaks of step {state['step']}, the manifest of step {manifest['step']}")
-    for key, place in state["tensors"].items():
-        if json_files.shape_mismatch(place, _TENSOR_SHAPE, needed=_TENSOR_SHAPE) is not None:
+    for key, location in state["tensors"].items():
+        if json_files.shape_mismatch(location, _TENSOR_SHAPE, needed=_TENSOR_SHAPE) is not None:
             raise CheckpointError(f"{file} does not say where {key} is")
-        if place["file"] not in manifest["files"]:
-            raise CheckpointError(f"{file} needs {place['file']} for {key}, which the manifest does not list")
+        if location["file"] not in manifest["files"]:
+            raise CheckpointError(f"{file} needs {location['file']} for {key}, which the manifest does not list")
     return state

@@ -215,7 +215,7 @@ def choose_resume_point(
     before = previous or {}
     finished = "finished" in before and before["length"]["num_steps"] == num_steps
     finished = finished and still_ended(recipe, before["results"])
-    found = own
+    point = own
     if own is None and previous is not None:
         if finished:
             return ResumePoint(finished=True, results=before["results"])
@@ -234,28 +234,28 @@ def choose_resume_point(
     if own is None and recipe.resume.mode not in ("auto", "must", "never"):
         # What is named may be a link; what lies in it may not.
         store, name = find_checkpoint(Path(recipe.resume.mode).resolve())
-        found = verify_on_all_ranks(store, name, backend) if name is not None else find_newest(store, backend)
-    if found is None:
+        point = verify_on_all_ranks(store, name, backend) if name is not None else find_newest(store, backend)
+    if point is None:
         return ResumePoint()
-    changed = run_fingerprint.compare_identities(found.state["identity"], now, recipe.resume.allow, place=found.address)
-    if found.state["step"] > num_steps:
+    changed = run_fingerprint.compare_identities(point.state["identity"], now, recipe.resume.allow, place=point.address)
+    if point.state["step"] > num_steps:
         raise RecipeError(
-            f"{found.address} is at step {found.state['step']}, but this recipe ends at step {num_steps}. Raise the "
+            f"{point.address} is at step {point.state['step']}, but this recipe ends at step {num_steps}. Raise the "
             "recipe's length, or choose another output.dir."
         )
-    name = sealed_name(found.name)
+    name = sealed_name(point.name)
     if own is not None and name != own.name:
         # Whole, though the run ended before it was sealed.
         directory.on_main(backend, lambda: directory.checkpoints.seal(own.name))
         if backend.is_main:
             to_stderr(f"{own.address} is whole, though the run ended before it got its name. It is {name} now.")
-        found = replace(own, name=name)
+        point = replace(own, name=name)
     return replace(
-        found,
+        point,
         keep_optimizer="optim.name" not in changed,
         changed=tuple(changed),
         finished=finished,
-        results=before["results"] if finished else found.state["results"],
+        results=before["results"] if finished else point.state["results"],
     )
 
 

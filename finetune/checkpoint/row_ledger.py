@@ -93,22 +93,22 @@ def mend_ledger(directory: Path, step: int) -> list[str]:
     """
     file = directory / LEDGER
     lines = read_ledger(directory) if file.exists() else Lines([], {}, [])
-    said = []
+    reports = []
     if (moved := set_damaged_lines_aside(file, lines)) is not None:
-        said.append(f"{moved}.")
+        reports.append(f"{moved}.")
         kept = list(lines.whole)
-        for place in reversed(lines.before):
-            kept.insert(place, {_DAMAGED: 1})  # any of them may have been that of a start
+        for index in reversed(lines.before):
+            kept.insert(index, {_DAMAGED: 1})  # any of them may have been that of a start
         rewrite_lines(file, kept)
     first, steps = _steps(file, lines)
     begun = read_facts(directory)["starts"][0]["from_step"]
     missing = [number + 1 for number in range(min(begun, first), step) if number not in steps]
     if missing:
-        said.append(
+        reports.append(
             f"{file}: {_no_line(missing)}. The run goes on, and learns what it would have learned; but which rows "
             "these steps read can no longer be proved, and `finetune audit` will say so."
         )
-    return said
+    return reports
 
 
 def _read(directory: Path) -> tuple[int, Iterator[Used], Lines]:
@@ -208,8 +208,8 @@ class Audit:
     @property
     def holds(self) -> bool:
         exact = all(epoch.more == 0 and (epoch.once == epoch.rows or not epoch.finished) for epoch in self.epochs)
-        found = (self.unproved, self.gaps, self.missing, self.lost)
-        return exact and not any(found) and self.num_steps > 0
+        problems = (self.unproved, self.gaps, self.missing, self.lost)
+        return exact and not any(problems) and self.num_steps > 0
 
     def lines(self) -> list[str]:
         """Lines for people."""
@@ -232,8 +232,8 @@ class Audit:
 def _no_line(steps: list[int]) -> str:
     """Names steps of which no line can be read, in ranges."""
     ranges = np.split(steps, np.flatnonzero(np.diff(steps) != 1) + 1)
-    said = [str(found[0]) if len(found) == 1 else f"{found[0]:,} to {found[-1]:,}" for found in ranges]
-    return f"no line for step{'s' * (len(steps) > 1)} {brief_list(said)} is there, or can be read"
+    labels = [str(found[0]) if len(found) == 1 else f"{found[0]:,} to {found[-1]:,}" for found in ranges]
+    return f"no line for step{'s' * (len(steps) > 1)} {brief_list(labels)} is there, or can be read"
 
 
 def audit_ledger(directory: Path) -> Audit:

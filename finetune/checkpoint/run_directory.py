@@ -296,8 +296,8 @@ class RunDirectory:
             try:
                 write()
             except OSError as error:
-                place = f"{Path(error.filename).name}: " if error.filename else ""
-                problem = f"output.dir: cannot write to {self.path}: {place}{error.strerror or error}."
+                prefix = f"{Path(error.filename).name}: " if error.filename else ""
+                problem = f"output.dir: cannot write to {self.path}: {prefix}{error.strerror or error}."
         problem = backend.broadcast_object(problem)
         if problem is not None:
             raise CheckpointError(f"{problem} Make room or mend the file system, and start the same command again.")
@@ -340,10 +340,10 @@ def _find_previous(path: Path, mode: str, overwrite: bool) -> dict[str, Any] | N
                 f"output.overwrite deletes what {path} holds, but resume is '{mode}'. Take one of the two out."
             )
         # Only what a run of this toolkit has left may be overwritten.
-        found = [name for name in _LEFT if (path / name).is_file() or any((path / name).glob("*"))]
-        if found and not _is_run(path):
+        names = [name for name in _LEFT if (path / name).is_file() or any((path / name).glob("*"))]
+        if names and not _is_run(path):
             raise RecipeError(
-                f"output.overwrite: {path} holds {', '.join(found)}, but no run.json or ledger.jsonl of this toolkit, "
+                f"output.overwrite: {path} holds {', '.join(names)}, but no run.json or ledger.jsonl of this toolkit, "
                 "so nothing in it is deleted. Choose another output.dir, or remove these yourself."
             )
         return None

@@ -77,7 +77,7 @@ class Incident:
     @classmethod
     def from_line(cls, line: dict[str, Any]) -> "Incident":
         """Returns what a line of `incidents.jsonl` tells."""
-        rows = tuple(row for part in line["micro_batches"] for row in part["rows"])
+        rows = tuple(row for micro_batch in line["micro_batches"] for row in micro_batch["rows"])
         fatal, norm = bool(line.get("fatal", False)), str(line.get("grad_norm", ""))
         return cls(line["step"], line["kind"], line["in_a_row"], fatal, norm, rows)
 

@@ -45,7 +45,7 @@ def depends_on_micro_size(network: nn.Module) -> bool:
             return True
         settings.append(vars(module))
     # Rates of dropout, and of the noise that experts are chosen with.
-    rates = [rate for part in settings for name, rate in part.items() if "drop" in name or "jitter" in name]
+    rates = [rate for values in settings for name, rate in values.items() if "drop" in name or "jitter" in name]
     return any(isinstance(rate, int | float) and not isinstance(rate, bool) and rate for rate in rates)
 
 
@@ -118,8 +118,8 @@ def _base_folder(section: ModelSection) -> Path | None:
         return None if section.name is None else Path(section.name)
     from huggingface_hub import try_to_load_from_cache
 
-    found = try_to_load_from_cache(section.name, "config.json", revision=section.revision)
-    return Path(found).parent if isinstance(found, str) else None
+    cached_file = try_to_load_from_cache(section.name, "config.json", revision=section.revision)
+    return Path(cached_file).parent if isinstance(cached_file, str) else None
 
 
 def _digest(file: Path, cache: Path) -> str:
@@ -130,13 +130,13 @@ def _digest(file: Path, cache: Path) -> str:
         known = json_files.read(kept)
         if known["facts"] == before:
             return str(known["digest"])
-    found = file_digest(file)
+    digest = file_digest(file)
     settled = time.time_ns() - max(before[-2:]) > _SETTLED_NS
     if settled and file_state(file) == before:
         with suppress(OSError):  # the next start reads the file again
             cache.mkdir(parents=True, exist_ok=True)
-            write_json(kept, {"file": str(file), "facts": before, "digest": found})
-    return found
+            write_json(kept, {"file": str(file), "facts": before, "digest": digest})
+    return digest
 
 
 def compare_identities(saved: dict[str, Any], now: dict[str, Any], allowed: Iterable[str], *, place: str) -> list[str]:
@@ -159,14 +159,14 @@ def compare_identities(saved: dict[str, Any], now: dict[str, Any], allowed: Iter
     permitted = [key for key in different if any(key == name or key.startswith(name + ".") for name in allowed)]
     refused = [key for key in different if key not in permitted]
     if refused:
-        said = []
+        changes = []
         for key in refused:
             there, here = (repr(facts[key]) if key in facts else "absent" for facts in (saved, now))
             why = " (the network has dropout, whose masks depend on it, or batch norms)" if key == MICRO_SIZE else ""
             content = key in ("data", "model.name")
-            said.append(f"{key}: other content" if content else f"{key}: {there} there, {here} here{why}")
+            changes.append(f"{key}: other content" if content else f"{key}: {there} there, {here} here{why}")
         raise RecipeError(
-            f"{place} holds a run whose mathematics differ from this recipe's: {'; '.join(said)}. Choose another "
+            f"{place} holds a run whose mathematics differ from this recipe's: {'; '.join(changes)}. Choose another "
             f"output.dir for a new run, or resume with the change by resume.allow=[{', '.join(refused)}]."
         )
     return permitted

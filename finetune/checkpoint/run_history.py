@@ -183,8 +183,8 @@ class RunHistory:
     @property
     def num_steps(self) -> int | None:
         """Steps of the whole run."""
-        found: int | None = self.facts.get("length", {}).get("num_steps")
-        return found
+        steps: int | None = self.facts.get("length", {}).get("num_steps")
+        return steps
 
     @property
     def metrics(self) -> tuple[str, ...]:
@@ -198,8 +198,8 @@ class RunHistory:
     @property
     def ended_early(self) -> dict[str, Any] | None:
         """Step and best evaluation of a run that `eval.patience` ended, as `run.json` has them."""
-        found: dict[str, Any] | None = self.facts.get("results", {}).get("ended_early")
-        return found if self.status == "finished" else None
+        early_stop: dict[str, Any] | None = self.facts.get("results", {}).get("ended_early")
+        return early_stop if self.status == "finished" else None
 
     @property
     def best_by(self) -> str:
@@ -354,9 +354,9 @@ class RunReader:
             self._evaluations.drop_from(step)
             _drop_from(self._samples, step)
             self._training.add(line)
-        elif found := [key for key in line if _METRIC.fullmatch(key)]:
+        elif keys := [key for key in line if _METRIC.fullmatch(key)]:
             self._evaluations.drop_from(step)
-            self._evaluations.add(line, found)
+            self._evaluations.add(line, keys)
         elif "sample" in line:
             _drop_from(self._samples, step)
             self._samples.append(Sample(step, str(line["sample"])))
@@ -393,14 +393,14 @@ class _GrowingFile:
             add: Takes in a line; what it raises makes the line a damaged one.
             only_outcome: Take in what `_outcome` leaves.
         """
-        found, size = None, 0
+        identity, size = None, 0
         with suppress(FileNotFoundError):
             facts = self._path.stat()
-            found, size = (facts.st_dev, facts.st_ino), facts.st_size
-        if found != self._file or size < self._offset:
-            self._file, self._offset, self.damaged = found, 0, 0
+            identity, size = (facts.st_dev, facts.st_ino), facts.st_size
+        if identity != self._file or size < self._offset:
+            self._file, self._offset, self.damaged = identity, 0, 0
             begin()
-        if found is None:
+        if identity is None:
             return
         with self._path.open("rb") as handle:
             handle.seek(self._offset)
@@ -499,10 +499,10 @@ def _is_alive(start: dict[str, Any]) -> bool:
 def _starts(
     facts: dict[str, Any], training: dict[str, Series], status: Status, last_written: float
 ) -> tuple[Start, ...]:
-    told: list[dict[str, Any]] = facts["starts"]
+    records: list[dict[str, Any]] = facts["starts"]
     steps, times = training["step"], training["time"]
-    found = []
-    for start, following in zip(told, [*told[1:], None], strict=True):
+    starts = []
+    for start, following in zip(records, [*records[1:], None], strict=True):
         begun, from_step = _seconds(start.get("time")) or 0.0, int(start.get("from_step", 0))
         if following is None:
             logged, ended = _latest(times), _seconds(facts.get("finished", facts.get("stopped")))
@@ -516,7 +516,7 @@ def _starts(
             end = max(end, _seconds(start.get("ended")) or end)
             # Its last step need not be one that is logged.
             to_step = max(start.get("to_step") or 0, following.get("from_step", 0))
-        found.append(
+        starts.append(
             Start(
                 time=begun,
                 end=None if following is None and status == "running" else max(begun, float(end)),
@@ -528,7 +528,7 @@ def _starts(
                 resumed_from=start.get("resumed_from"),
             )
         )
-    return tuple(found)
+    return tuple(starts)
 
 
 def _latest(times: Series) -> float | None:

@@ -167,9 +167,9 @@ class Snapshot:
         table = torch.zeros(backend.world_size, len(blocks), longest, dtype=torch.int64, device=backend.device)
         for row, own in zip(table[backend.rank], numbers, strict=True):
             row[: len(own)] = torch.tensor(own)
-        found = backend.all_reduce_sum(table).transpose(0, 1).tolist()
+        merged = backend.all_reduce_sum(table).transpose(0, 1).tolist()
         self._blocks = {
-            key: [tensor_shards.from_numbers(rank) for rank in ranks] for key, ranks in zip(blocks, found, strict=True)
+            key: [tensor_shards.from_numbers(rank) for rank in ranks] for key, ranks in zip(blocks, merged, strict=True)
         }
         self._group = self._group or distributed.new_group(backend="gloo")
 

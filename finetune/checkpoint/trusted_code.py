@@ -85,8 +85,8 @@ def _code_of(recipe: Recipe) -> dict[str, dict[str, list[str]]]:
     named: dict[str, dict[str, list[str]]] = {}
     for key in NAMES_OF_CODE:
         section, _, field = key.partition(".")
-        part = getattr(recipe, section)
-        value, arguments = getattr(part, field) or (), part.args if field == "name" else None
+        settings = getattr(recipe, section)
+        value, arguments = getattr(settings, field) or (), settings.args if field == "name" else None
         names = (value,) if isinstance(value, str) else value
         code = {name: [json.dumps([_origin(name), arguments], sort_keys=True)] for name in names if ":" in name}
         if code:
@@ -95,7 +95,7 @@ def _code_of(recipe: Recipe) -> dict[str, dict[str, list[str]]]:
         # A tokenizer's too: it is opened under the same key.
         model, tokenizer = recipe.model, recipe.tokenizer
         named[SHIPPED] = {
-            str(section.name): [json.dumps([place, section.revision]) for place in _places(section.name)]
+            str(section.name): [json.dumps([location, section.revision]) for location in _places(section.name)]
             for section in (model, tokenizer)
             if section.name is not None
         } or {"model.config": ["model.config"]}
@@ -104,13 +104,13 @@ def _code_of(recipe: Recipe) -> dict[str, dict[str, list[str]]]:
 
 def _origin(name: str) -> list[str]:
     """Returns a name such as `file.py:object` or `package.module:object`, and where its code lies."""
-    place, _, _ = name.rpartition(":")
-    if place.endswith(".py"):
-        return [name, str(Path(place).resolve())]
+    location, _, _ = name.rpartition(":")
+    if location.endswith(".py"):
+        return [name, str(Path(location).resolve())]
     # Found, and not imported.
-    spec = PathFinder.find_spec(place.partition(".")[0], [str(Path.cwd()), *sys.path])
-    found = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or ())]
-    return [name, *dict.fromkeys(str(Path(place).resolve()) for place in found if place is not None)]
+    spec = PathFinder.find_spec(location.partition(".")[0], [str(Path.cwd()), *sys.path])
+    locations = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or ())]
+    return [name, *dict.fromkeys(str(Path(location).resolve()) for location in locations if location is not None)]
 
 
 def _places(name: str) -> list[str]:
@@ -121,17 +121,17 @@ def _places(name: str) -> list[str]:
 
 def _shipped_in(folder: Path) -> str | None:
     """Returns the Python code in a folder with weights, and what its JSON files say of code; None without any."""
-    found: dict[str, Any] = {}
+    code_files: dict[str, Any] = {}
     for file in sorted(folder.rglob("*.py")):
-        found[str(file.relative_to(folder))] = hashlib.sha256(file.read_bytes()).hexdigest()
+        code_files[str(file.relative_to(folder))] = hashlib.sha256(file.read_bytes()).hexdigest()
     for file in sorted(folder.glob("*.json")):
         try:
-            said = _values_of("auto_map", json_files.parse(file.read_bytes()))
+            auto_maps = _values_of("auto_map", json_files.parse(file.read_bytes()))
         except ValueError as error:
-            said = [str(error)]  # whoever can read it might find code there
-        if said:
-            found[file.name] = said
-    return json.dumps({"files": found}, sort_keys=True) if found else None
+            auto_maps = [str(error)]  # whoever can read it might find code there
+        if auto_maps:
+            code_files[file.name] = auto_maps
+    return json.dumps({"files": code_files}, sort_keys=True) if code_files else None
 
 
 def _values_of(key: str, tree: Any) -> list[Any]:
@@ -145,8 +145,8 @@ def _values_of(key: str, tree: Any) -> list[Any]:
 
 def _signatures(run: Path) -> dict[str, list[str]]:
     try:
-        found = json_files.read(run / "run.json")["code"]
-        return {str(key): [str(one) for one in signed] for key, signed in found.items()}
+        signatures = json_files.read(run / "run.json")["code"]
+        return {str(key): [str(one) for one in signed] for key, signed in signatures.items()}
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return {}
 
@@ -173,8 +173,8 @@ def _secret(*, create: bool = False) -> bytes | None:
                 with suppress(FileExistsError):  # of two runs that start at once, one makes it
                     os.link(made.name, file)
         with open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW), "rb") as opened:
-            facts, found = os.fstat(opened.fileno()), opened.read(_KEY_BYTES + 1)
+            facts, secret = os.fstat(opened.fileno()), opened.read(_KEY_BYTES + 1)
     except (OSError, RuntimeError):
         return None
     mine_alone = facts.st_uid == os.getuid() and not stat.S_IMODE(facts.st_mode) & 0o077
-    return found if mine_alone and len(found) == _KEY_BYTES else None
+    return secret if mine_alone and len(secret) == _KEY_BYTES else None

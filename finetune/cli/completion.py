@@ -60,8 +60,8 @@ def _runs(prefix: str) -> list[str]:
     """Returns run directories, and the folders on the way to them."""
     folder = Path(prefix).parent if not prefix.endswith("/") else Path(prefix)
     below = folder.iterdir() if folder.is_dir() else ()
-    found = [path for path in below if path.is_dir() and not path.name.startswith(".")]
-    return [str(path) + ("" if (path / "run.json").is_file() else "/") for path in found]
+    subfolders = [path for path in below if path.is_dir() and not path.name.startswith(".")]
+    return [str(path) + ("" if (path / "run.json").is_file() else "/") for path in subfolders]
 
 
 # Arguments that are paths, or may be; recipes and launch files are found by name as well.

@@ -333,17 +333,17 @@ def _trl_source(conversion: _Conversion, place: str, entry: Any) -> list[Values]
 
 
 def _axolotl_source(conversion: _Conversion, place: str, entry: Mapping[str, Any]) -> list[Values]:
-    said: Any = entry.get("type") or "pretrain"
+    data_type: Any = entry.get("type") or "pretrain"
     used = "path type split name data_files revision ds_type trust_remote_code"
-    kind = "fields" if isinstance(said, dict) else re.split("[:.]", said)[0]
+    kind = "fields" if isinstance(data_type, dict) else re.split("[:.]", data_type)[0]
     if kind == "fields":
         theirs = {"user": "instruction", "input": "input", "assistant": "output", "system": "system"}
-        fields = {ours: said[f"field_{name}"] for ours, name in theirs.items() if said.get(f"field_{name}")}
+        fields = {ours: data_type[f"field_{name}"] for ours, name in theirs.items() if data_type.get(f"field_{name}")}
         more: Values = {"format": "pairs", "fields": fields}
     elif kind in ("chat_template", "sharegpt"):
         used += " field_messages message_property_mappings message_field_role message_field_content roles"
         mapped = entry.get("message_property_mappings") or {}
-        role, content = (mapped.get(part) or entry.get(f"message_field_{part}") for part in ("role", "content"))
+        role, content = (mapped.get(key) or entry.get(f"message_field_{key}") for key in ("role", "content"))
         usual, who = ("conversations", "from") if kind == "sharegpt" else ("messages", "role")
         more = _of_turns(role or who, content)
         more["fields"] |= {"messages": entry.get("field_messages") or usual}
@@ -355,7 +355,7 @@ def _axolotl_source(conversion: _Conversion, place: str, entry: Mapping[str, Any
         more = {"text_field": entry.get("field") or entry.get("text_column") or "text"}
         conversion.found["data.long_documents"] = "split"
     else:
-        raise _NotCarried(f"data of type {said} is not read; write it as messages")
+        raise _NotCarried(f"data of type {data_type} is not read; write it as messages")
     if kind in ("fields", "alpaca"):
         conversion.leave("differs", f"{place}.type", "records are written by chat.template, in other words")
     usual_values = {"roles_to_train": ["assistant"], "train_on_eos": "turn", "shards": 1}
@@ -508,10 +508,10 @@ def convert_config(file: Path, tool: str | None, folder: Path, devices: int | No
     own = {key: value for key, value in peer_table()["defaults"][tool].items() if given.get(key) is None}
     rows = {key: find_peer_key(tool, key) for key in (*given, *own)}
     # Of lengths, null is a value.
-    told = {
+    given_keys = {
         row.here for key, row in rows.items() if row and (given.get(key) or (key in given and row.rule == "length"))
     }
-    defaults = {key: value for key, value in own.items() if (row := rows[key]) and row.here not in told}
+    defaults = {key: value for key, value in own.items() if (row := rows[key]) and row.here not in given_keys}
     values = {**given, **defaults}
     for key in sorted(values, key=lambda key: peer_table()["keys"].index(row) if (row := rows[key]) else -1):
         conversion.carry(key, values[key])
@@ -595,30 +595,30 @@ def _recognise(file: Path, tree: Values) -> str:
 
 def _complete(conversion: _Conversion, devices: int) -> str:
     """Adds what follows from several keys, and removes what is not in force; returns the sentence on the batch."""
-    found, given, tool = conversion.found, conversion.given, conversion.tool
-    micro, accumulation = found.get("batch.micro_size", 1), found.pop("accumulation", 1)
+    values, given, tool = conversion.found, conversion.given, conversion.tool
+    micro, accumulation = values.get("batch.micro_size", 1), values.pop("accumulation", 1)
     rows = micro if isinstance(micro, int) else 1
-    total = found.setdefault("batch.global_size", rows * accumulation * devices)
-    found.setdefault("launch", "single" if devices == 1 else "fsdp" if tool == "torchtune" else "ddp")
+    total = values.setdefault("batch.global_size", rows * accumulation * devices)
+    values.setdefault("launch", "single" if devices == 1 else "fsdp" if tool == "torchtune" else "ddp")
     if given.get("eval_strategy") == "steps" and not given.get("eval_steps"):
-        found["eval.every_steps"] = given.get("logging_steps", 10 if tool == "trl" else 500)
+        values["eval.every_steps"] = given.get("logging_steps", 10 if tool == "trl" else 500)
     for key, name in (("eval.patience", "early_stopping_patience"), ("output.model", "load_best_model_at_end")):
-        if key in found and not (found.get("eval.every_steps") or found.get("eval.per_epoch")):
+        if key in values and not (values.get("eval.every_steps") or values.get("eval.per_epoch")):
             conversion.leave("differs", name, "nothing is evaluated before the end of the run")
-            del found[key]
-    sources = found.get("data.train", []) + found.get("data.validation", [])
+            del values[key]
+    sources = values.get("data.train", []) + values.get("data.validation", [])
     formats = {source["format"] for source in sources if "format" in source}
-    found["chat"] = bool(formats)
+    values["chat"] = bool(formats)
     if tool == "axolotl" and not formats & {"messages", "sharegpt"}:
-        found["chat.template"] = "alpaca" if formats == {"alpaca"} else "plain"
+        values["chat.template"] = "alpaca" if formats == {"alpaca"} else "plain"
     for source in sources:
-        source |= {"format": "text"} if found["chat"] and "text_field" in source else {}
-    if found["chat"] and found.get("data.packing") == "wrapped":
-        found["data.packing"] = "documents"
+        source |= {"format": "text"} if values["chat"] and "text_field" in source else {}
+    if values["chat"] and values.get("data.packing") == "wrapped":
+        values["data.packing"] = "documents"
         conversion.leave("differs", "packing", "data.packing `wrapped` would cut through conversations")
     for section in ("lora", "chat"):
-        for key in [key for key in found if key.partition(".")[0] == section and not found.get(section)]:
-            del found[key]
+        for key in [key for key in values if key.partition(".")[0] == section and not values.get(section)]:
+            del values[key]
     product = f"{rows} rows a device x {accumulation} accumulation x {devices} device{'s' * (devices > 1)}"
     return f"Global batch: {product} = {total} rows. For another number of devices, convert with --devices N."
 

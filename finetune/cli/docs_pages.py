@@ -46,10 +46,10 @@ def show_docs(words: list[str], console: Console) -> None:
         with console.pager(styles=True) if console.is_terminal else nullcontext():
             console.print(Markdown(pages[named].read_text(encoding="utf-8")))
         return
-    found = find_sections(words, pages)
-    if not found:
+    sections = find_sections(words, pages)
+    if not sections:
         raise RecipeError(f"No page explains '{' '.join(words)}'. `finetune docs` lists the pages.")
-    best, *others = found
+    best, *others = sections
     console.print(Markdown(f"{best.text}\n\n*From the page {best.page}.*"))
     if others:
         console.print("\nAlso:")
@@ -75,8 +75,8 @@ def find_sections(words: list[str], pages: dict[str, Path]) -> list[PageSection]
 def _sections(page: str, text: str) -> Iterator[PageSection]:
     # Comments in blocks of shell code begin with `#` too.
     fences = re.sub(r"(?ms)^```.*?^```", lambda block: block[0].replace("\n#", "\n\0"), text)
-    for part in re.split(r"(?m)^(?=#{1,3} )", fences):
-        if part.strip():
-            part = part.replace("\0", "#")
-            heading = part.partition("\n")[0].lstrip("# ")
-            yield PageSection(page, heading, part.strip())
+    for section in re.split(r"(?m)^(?=#{1,3} )", fences):
+        if section.strip():
+            section = section.replace("\0", "#")
+            heading = section.partition("\n")[0].lstrip("# ")
+            yield PageSection(page, heading, section.strip())

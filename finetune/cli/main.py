@@ -93,9 +93,9 @@ def comms(parsed: argparse.Namespace) -> None:
     from finetune.distributed import measure_bandwidth
 
     sizes = (parsed.min_bytes, parsed.max_bytes, parsed.factor)
-    said = measure_bandwidth.run_measurement(sizes, Path(parsed.json) if parsed.json else None)
-    if said is not None:
-        print("\n".join(said))
+    lines = measure_bandwidth.run_measurement(sizes, Path(parsed.json) if parsed.json else None)
+    if lines is not None:
+        print("\n".join(lines))
 
 
 def complete(parsed: argparse.Namespace) -> None:

@@ -245,22 +245,22 @@ def evaluate(parsed: argparse.Namespace) -> None:
 
     with evaluate_files.told_in_flags():
         recipe = evaluate_files.recipe_of(opened, parsed.data, fields=_fields(parsed, opened), chat=parsed.chat)
-        found = evaluate_files.evaluate_files(opened, recipe, to_stderr)
+        results = evaluate_files.evaluate_files(opened, recipe, to_stderr)
     if parsed.json:
-        print(json.dumps(found))
+        print(json.dumps(results))
         return
-    if "rmse" in found:
-        figures = ", ".join(f"{name} {found[name]:.5f}" for name in ("rmse", "pearson", "spearman"))
-        print(f"validation loss {found['loss']:.5f}, {figures}, over {found['targets']:,} documents")
+    if "rmse" in results:
+        figures = ", ".join(f"{name} {results[name]:.5f}" for name in ("rmse", "pearson", "spearman"))
+        print(f"validation loss {results['loss']:.5f}, {figures}, over {results['targets']:,} documents")
         return
-    if "classes" in found:
-        _print_classes(found)
+    if "classes" in results:
+        _print_classes(results)
         return
-    accuracy = f", accuracy {found['accuracy']:.4f}" if "accuracy" in found else ""
+    accuracy = f", accuracy {results['accuracy']:.4f}" if "accuracy" in results else ""
     each = ", a document each" * (recipe.data.packing == "padded")
     print(
-        f"validation loss {found['loss']:.5f}, perplexity {found['perplexity']:.7g}{accuracy}, over "
-        f"{found['targets']:,} targets in rows of {recipe.data.sequence_length} tokens{each}"
+        f"validation loss {results['loss']:.5f}, perplexity {results['perplexity']:.7g}{accuracy}, over "
+        f"{results['targets']:,} targets in rows of {recipe.data.sequence_length} tokens{each}"
     )
 
 

@@ -142,10 +142,10 @@ def make_recipe(project: Project, overrides: Sequence[str], *, quiet: bool = Fal
     words += [f"--{project.adapters}"] if project.adapters else []
     command = shell_command(["finetune", "sft", *words, *overrides])
     folder = project.output or _run_name(project)
-    place: dict[str, Any] = {"output": {"dir": folder}}
+    settings: dict[str, Any] = {"output": {"dir": folder}}
     for override in overrides:
-        apply_override(place, override)
-    file = Path(os.path.expanduser(str(place["output"]["dir"]))) / KEPT_RECIPE
+        apply_override(settings, override)
+    file = Path(os.path.expanduser(str(settings["output"]["dir"]))) / KEPT_RECIPE
     if file.exists():
         text, lines = file.read_text(encoding="utf-8"), [f"Recipe: {file}, as it is there."]
         before = text.partition("\n")[0].removeprefix("# ")
@@ -155,7 +155,7 @@ def make_recipe(project: Project, overrides: Sequence[str], *, quiet: bool = Fal
                 f"and run `finetune train {file}`."
             )
     else:
-        draft = _draft_recipe(replace(project, output=folder), place)
+        draft = _draft_recipe(replace(project, output=folder), settings)
         text, lines = draft.text(), [*draft.lines]
         if overrides:
             trees = recipe_layers(parse(text, RecipeLoader), overrides, "the recipe that is made", quiet=quiet)
@@ -229,9 +229,9 @@ def _draft_recipe(project: Project, given: Mapping[str, Any] | None = None) -> _
         sizes = _size_to(survey, least, positions, machines.ranks, given)
     elif least is not None:
         sizes = default_sizes(min(1024, positions), machines.ranks)
-    found = [f"Found in {survey.line()}."] if survey is not None else []
+    summary = [f"Found in {survey.line()}."] if survey is not None else []
     unequal = _unequal_classes(survey.labels) if survey is not None else []
-    lines = (*found, *unequal, *sizes.warnings)
+    lines = (*summary, *unequal, *sizes.warnings)
     return _Draft(project, sharing(machines, sizes.rows), {**values, "sizes": sizes}, lines)
 
 
@@ -303,15 +303,15 @@ def _choose_launch(
         near = {name for name in fitting if launches[name].offload_params == "none"}
         names = {*(near or fitting), chosen}
     texts = {name: recommendations.launch_text(launches[name], 1) for name in names}
-    found = {}
+    files = {}
     for name, text in sorted({"single": (shipped / "single.yaml").read_text(encoding="utf-8"), **texts}.items()):
         config = (yaml.safe_load(text).get("deepspeed_config") or {}).get("deepspeed_config_file")
         if config is not None:
-            place = f"ds_configs/{Path(config).name}"
-            text = text.replace(str(config), place)
-            found[place] = (shipped_path("ds_configs") / Path(config).name).read_text(encoding="utf-8")
-        found[f"{LAUNCH_FILES}/{name}.yaml"] = text
-    return found, chosen, reason, changes
+            config_path = f"ds_configs/{Path(config).name}"
+            text = text.replace(str(config), config_path)
+            files[config_path] = (shipped_path("ds_configs") / Path(config).name).read_text(encoding="utf-8")
+        files[f"{LAUNCH_FILES}/{name}.yaml"] = text
+    return files, chosen, reason, changes
 
 
 def _seen_from(folder: Path, project: Project) -> Project:

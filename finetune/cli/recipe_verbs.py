@@ -383,18 +383,18 @@ def plan(parsed: argparse.Namespace) -> None:
 
     folder = Path(parsed.configs) if parsed.configs else None
     plan = make_plan(recipe, machines_of(parsed), folder, parsed.stored, count_rows(recipe))
-    console, found = plain_console(), None
+    console, traces = plain_console(), None
     if parsed.trace:
         from finetune.planning.trace import trace_launches
 
         say = to_stderr if sys.stderr.isatty() else lambda _: None
-        found = trace_launches.trace_all(plan, trace_launches.find_wanted(plan, parsed.trace), parsed.stored, say)
+        traces = trace_launches.trace_all(plan, trace_launches.find_wanted(plan, parsed.trace), parsed.stored, say)
     if parsed.json:
-        print(plan_report.as_json(plan, found))
+        print(plan_report.as_json(plan, traces))
     else:
         plan_report.print_plan(plan, console, energy=parsed.energy)
-        if found is not None:
-            plan_report.print_traced(found, console)
+        if traces is not None:
+            plan_report.print_traced(traces, console)
     if parsed.write:
         write_launch_file(plan, Path(parsed.write))
         if not parsed.json:

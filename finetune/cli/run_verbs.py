@@ -65,12 +65,12 @@ def audit(parsed: argparse.Namespace) -> int:
         listed = range(int(first), int(last or first) + 1)
     except ValueError as error:
         raise RecipeError(f"--steps {parsed.steps}: give A:B, such as 100:120, or one step.") from error
-    found = row_ledger.audit_ledger(directory)
-    to_stdout("\n".join(found.lines()))
+    result = row_ledger.audit_ledger(directory)
+    to_stdout("\n".join(result.lines()))
     for entry in row_ledger.used_rows(directory):
         if entry.step + 1 in listed:
             print(f"step {entry.step + 1}: position {entry.position}, rows {' '.join(map(str, entry.rows.tolist()))}")
-    return 0 if found.holds else 1
+    return 0 if result.holds else 1
 
 
 def parity(parsed: argparse.Namespace) -> int:
@@ -86,8 +86,8 @@ def parity(parsed: argparse.Namespace) -> int:
     from finetune.diagnostics.parity.compare import compare_runs, read_finished
 
     places = [Path(parsed.recipe), *(Path(other).expanduser() for other in parsed.overrides)]
-    alike = len({place.name for place in places}) < len(places)
-    first, *others = (read_finished(place, str(place) if alike else place.name) for place in places)
+    alike = len({directory.name for directory in places}) < len(places)
+    first, *others = (read_finished(directory, str(directory) if alike else directory.name) for directory in places)
     return _print_comparisons(parsed, [compare_runs(first, other) for other in others])
 
 
@@ -154,9 +154,9 @@ def replay(parsed: argparse.Namespace) -> int:
     arguments.prepare_libraries()
     from finetune.diagnostics.replay import replay_step
 
-    found = replay_step(Path(parsed.run), parsed.step, trust_remote_code=parsed.trust_remote_code)
-    found.print_to(plain_console())
-    return 0 if found.holds else 1
+    replayed = replay_step(Path(parsed.run), parsed.step, trust_remote_code=parsed.trust_remote_code)
+    replayed.print_to(plain_console())
+    return 0 if replayed.holds else 1
 
 
 def report(parsed: argparse.Namespace) -> None:
@@ -188,18 +188,18 @@ def runs(parsed: argparse.Namespace) -> None:
     from finetune.diagnostics.watch_and_list import list_runs, runs_table
     from finetune.utils.console import plain_console
 
-    found = list_runs(Path(parsed.directory))
+    summaries = list_runs(Path(parsed.directory))
     if parsed.json:
-        print(json.dumps([vars(one) for one in found], indent=2))
+        print(json.dumps([vars(one) for one in summaries], indent=2))
         return
-    if not found:
+    if not summaries:
         print(f"There are no runs below {parsed.directory}.")
         return
     console = plain_console(soft_wrap=False)
     if not console.is_terminal:
         console.width = 160
-    console.print(runs_table(found))
-    for one in found:
+    console.print(runs_table(summaries))
+    for one in summaries:
         if one.problem is not None:
             console.print(f"{one.run}: {one.problem}")
         elif one.damaged_lines:

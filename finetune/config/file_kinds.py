@@ -47,5 +47,5 @@ def other_kind(tree: Mapping[Any, Any], expected: str) -> str | None:
     known = kind in PLACES
     if kind == expected or len(hits[kind]) < (1 if known else 3):
         return None
-    said = f"this is {kind} ({', '.join(hits[kind][:4])}), not {expected}. "
-    return said + PLACES.get(kind, "`finetune convert FILE` makes a recipe of it, and names a launch file.")
+    message = f"this is {kind} ({', '.join(hits[kind][:4])}), not {expected}. "
+    return message + PLACES.get(kind, "`finetune convert FILE` makes a recipe of it, and names a launch file.")

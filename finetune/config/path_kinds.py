@@ -137,10 +137,10 @@ def adapter_config(folder: Path) -> dict[str, Any]:
     text = (str, type(None))
     shape: json_files.Shape = {"base_model_name_or_path": text, "revision": text, "task_type": text}
     try:
-        found: dict[str, Any] = json_files.read(file, shape)
+        config: dict[str, Any] = json_files.read(file, shape)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}. Take an intact copy of the adapter.") from error
-    return found
+    return config
 
 
 def _about_adapter(path: Path) -> str:
@@ -168,8 +168,8 @@ def _about_adapter(path: Path) -> str:
 def _run_of(path: Path) -> Path | None:
     """Returns the run that a checkpoint, or a folder inside a run, belongs to."""
     parents = Path(os.path.abspath(path)).parents[:3]
-    found = next((parent for parent in parents if kind_of(parent) == "run"), None)
-    return None if found is None else Path(os.path.relpath(found)) if not path.is_absolute() else found
+    run = next((parent for parent in parents if kind_of(parent) == "run"), None)
+    return None if run is None else Path(os.path.relpath(run)) if not path.is_absolute() else run
 
 
 def check_paths(recipe: Recipe) -> None:
@@ -287,10 +287,10 @@ def find_files(given: str, split: str | None = None) -> list[Path]:
             "the working directory; correct the path, or the glob so that it matches."
         )
     # A link to a directory above itself has every file below it match many times: the shortest name stays.
-    found: dict[str, Path] = {}
+    unique_paths: dict[str, Path] = {}
     for path in sorted(map(Path, names), key=lambda path: (len(path.parts), path)):
-        found.setdefault(os.path.realpath(path), path)
-    files = [path for path in sorted(found.values()) if not path.is_dir() or len(found) == 1]
+        unique_paths.setdefault(os.path.realpath(path), path)
+    files = [path for path in sorted(unique_paths.values()) if not path.is_dir() or len(unique_paths) == 1]
     for path in files:
         try:
             mode = path.stat().st_mode

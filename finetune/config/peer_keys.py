@@ -45,8 +45,8 @@ class PeerKey:
         pairs = [(theirs, ours) for theirs, ours in (self.values or {}).items() if isinstance(ours, str | bool)]
         values = ", ".join(f"{json_word(theirs)}: {json_word(ours)}" for theirs, ours in pairs)
         how = self.how or values
-        place = f"{self.here.removeprefix(LAUNCH)} {'of the launch file' if self.here.startswith(LAUNCH) else 'here'}"
-        return f"{owners} {key} is called {place}{f' ({how})' if how else ''}"
+        our_key = f"{self.here.removeprefix(LAUNCH)} {'of the launch file' if self.here.startswith(LAUNCH) else 'here'}"
+        return f"{owners} {key} is called {our_key}{f' ({how})' if how else ''}"
 
 
 def json_word(value: Any) -> str:
@@ -61,9 +61,9 @@ def peer_table() -> dict[str, Any]:
     Reading it takes a moment, so only what needs it calls this.
     """
     text = Path(__file__).with_name("peer_keys.yaml").read_text(encoding="utf-8")
-    found = parse(text, FAST_LOADER)
-    rows = [{**row, "keys": tuple(row["keys"].split()), "of": tuple(row["of"].split())} for row in found["keys"]]
-    return {**found, "keys": [PeerKey(**row) for row in rows]}
+    table = parse(text, FAST_LOADER)
+    rows = [{**row, "keys": tuple(row["keys"].split()), "of": tuple(row["of"].split())} for row in table["keys"]]
+    return {**table, "keys": [PeerKey(**row) for row in rows]}
 
 
 def tool_name(tool: str) -> str:
@@ -98,9 +98,9 @@ def foreign_tool(tree: Mapping[Any, Any]) -> tuple[str, list[str]]:
 
 def count_keys(tree: Mapping[Any, Any]) -> dict[str, list[str]]:
     """Returns the keys of a file that the configs of each tool in `CONVERTED` have."""
-    found: dict[str, list[str]] = {}
+    matches: dict[str, list[str]] = {}
     for tool in CONVERTED:
         owners = {tool, *(("transformers",) if tool in _TRAINERS else ())}
         names = {name for row in peer_table()["keys"] if owners & {*row.of} for name in row.keys}
-        found[tool] = sorted(names & {*map(str, tree), *flat({str(key): value for key, value in tree.items()})})
-    return found
+        matches[tool] = sorted(names & {*map(str, tree), *flat({str(key): value for key, value in tree.items()})})
+    return matches

@@ -87,16 +87,16 @@ def concerns_key(override: str, key: str) -> bool:
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Returns dotted keys and their values; items of a list of mappings are numbered: `data.train.0.path`."""
-    found: dict[str, Any] = {}
+    flattened: dict[str, Any] = {}
     for name, value in tree.items():
         key = f"{prefix}{name}"
         if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
             value = {str(number): item for number, item in enumerate(value)}
         if isinstance(value, Mapping) and value:
-            found |= flat(value, f"{key}.")
+            flattened |= flat(value, f"{key}.")
         else:
-            found[key] = value
-    return found
+            flattened[key] = value
+    return flattened
 
 
 def places(file: str | Path) -> dict[str, int]:
@@ -116,15 +116,15 @@ def place_of(key: str, file: str | Path, lines: Mapping[str, int]) -> str:
 
 
 def _lines(node: yaml.Node | None, prefix: str) -> dict[str, int]:
-    found: dict[str, int] = {}
+    line_numbers: dict[str, int] = {}
     items: list[tuple[str, yaml.Node, yaml.Node]] = []
     if isinstance(node, yaml.MappingNode):
         items = [(str(name.value), name, value) for name, value in node.value]
     elif isinstance(node, yaml.SequenceNode):
         items = [(str(number), value, value) for number, value in enumerate(node.value)]
-    for name, place, value in items:
+    for name, key_node, value in items:
         if name == "<<":  # keys that are merged in do not override those beside it
-            found = {**_lines(value, prefix), **found}
+            line_numbers = {**_lines(value, prefix), **line_numbers}
         else:
-            found |= {f"{prefix}{name}": place.start_mark.line + 1, **_lines(value, f"{prefix}{name}.")}
-    return found
+            line_numbers |= {f"{prefix}{name}": key_node.start_mark.line + 1, **_lines(value, f"{prefix}{name}.")}
+    return line_numbers

@@ -143,7 +143,7 @@ def recipe_layers(
     Raises:
         RecipeError: If an override cannot be read, or two set keys that exclude each other.
     """
-    trees, set_by, said = [tree], dict[str, str](), []
+    trees, set_by, messages = [tree], dict[str, str](), []
     lines = {} if file is None else places(file)
     for change in [*([sections] if sections else []), *overrides]:
         tree = copy.deepcopy(trees[-1])
@@ -159,10 +159,10 @@ def recipe_layers(
                 if key in set_by:
                     raise RecipeError(f"{set_by[key]} and {words} exclude each other: {problem}.")
                 replaced = f"{key}: {_shown(_take_out(tree, key))}"
-                said.append(f"{words} replaces {replaced} of {place_of(key, file or 'the recipe', lines)}")
+                messages.append(f"{words} replaces {replaced} of {place_of(key, file or 'the recipe', lines)}")
             set_by |= dict.fromkeys(mine, words)
         trees.append(tree)
-    for line in said if not quiet else ():
+    for line in messages if not quiet else ():
         _say_once(line)
     return trees
 
@@ -184,9 +184,9 @@ def _exclusive_keys(
     for name, field in section.model_fields.items():
         inner, value = section_in(field.annotation), tree.get(name)
         items = [(f"{name}.{n}", item) for n, item in enumerate(value)] if isinstance(value, list) else [(name, value)]
-        for place, item in items:
+        for item_key, item in items:
             if inner is not None and isinstance(item, Mapping):
-                yield from _exclusive_keys(item, inner, f"{prefix}{place}.")
+                yield from _exclusive_keys(item, inner, f"{prefix}{item_key}.")
 
 
 def _take_out(tree: Any, key: str) -> Any:
@@ -276,8 +276,8 @@ def validate_recipe(
     if recipe is not None and not problems:
         return recipe
     if not isinstance(origin, Origin):
-        said = [f"{origin}: {problem}" if origin else problem for _, problem in problems]
-        raise RecipeError.of(origin or "The recipe", said)
+        messages = [f"{origin}: {problem}" if origin else problem for _, problem in problems]
+        raise RecipeError.of(origin or "The recipe", messages)
     in_file = [problem for _, problem in _checked(origin.tree, tasks)[1]] if origin.overrides else []
     raise RecipeError.of(
         str(origin.path), [f"{origin.of(key, problem, in_file)}: {problem}" for key, problem in problems]
@@ -294,9 +294,9 @@ def _checked(
         # By way of JSON: pydantic's strict mode then takes lists for tuples, but no "10" for 10.
         recipe = Recipe.model_validate_json(json.dumps(tree, default=str), strict=True)
     except ValidationError as error:
-        found = error.errors(include_url=False)
+        errors = error.errors(include_url=False)
         # A key that takes values of several kinds has an error for each of them: one says what it takes.
-        problems = list(dict.fromkeys(filter(None, map(_keyed_problem, found))))
+        problems = list(dict.fromkeys(filter(None, map(_keyed_problem, errors))))
         # A problem of the whole recipe names its key itself.
         problems += [("", problem) for problem in exclusive]
         return None, [(key or problem.partition(":")[0], problem) for key, problem in problems]
@@ -307,7 +307,7 @@ def _checked(
 
 def write_out(tree: Mapping[str, Any], section: type[Section] = Recipe) -> dict[str, Any]:
     """Returns keys and values with short forms written out: `output: runs/x`, `lora: true`, one item for a list."""
-    found = {**tree}
+    expanded = {**tree}
     for name in tree.keys() & section.model_fields.keys():
         annotation, value = section.model_fields[name].annotation, tree[name]
         inner = section_in(annotation)
@@ -320,8 +320,8 @@ def write_out(tree: Mapping[str, Any], section: type[Section] = Recipe) -> dict[
             if isinstance(value, bool) and section.model_fields[name].default is None:
                 value = {} if value else None
             value = _section(value, inner)
-        found[name] = value
-    return found
+        expanded[name] = value
+    return expanded
 
 
 def _section(value: Any, section: type[Section]) -> Any:
@@ -461,9 +461,9 @@ def task_conflicts(recipe: Recipe, task: TaskTraits) -> Iterable[str]:
         for key, default in (("text_field", "text"), ("pair_field", None), ("label_field", "label")):
             if getattr(source, key) != default:
                 yield f"eval.prompts.{number}.{key}: prompts and references are named in `fields`; remove it"
-    for place, source in sources.items() if (task.text or task.paired) and not task.labelled else ():
+    for source_key, source in sources.items() if (task.text or task.paired) and not task.labelled else ():
         if source.label_field != "label":
-            yield f"{place}.label_field: {recipe.task.name} reads no labels; remove it"
+            yield f"{source_key}.label_field: {recipe.task.name} reads no labels; remove it"
     wants_best = {"eval.patience": section.patience is not None, "output.model": recipe.output.model == "best"}
     for key in (key for key, wanted in wants_best.items() if wanted):
         if best_by is None:
@@ -505,13 +505,13 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
         keys.append(section.short_for)
     node: Any = tree
     for depth, key in enumerate(keys):
-        place = ".".join(keys[:depth])
+        parent_key = ".".join(keys[:depth])
         slot: Any = key
         if isinstance(node, list):
             # One past the end adds an item.
             if not key.isdecimal() or int(key) > len(node):
                 raise RecipeError(
-                    f"The override '{override}': '{place}' is a list of {len(node)}; "
+                    f"The override '{override}': '{parent_key}' is a list of {len(node)}; "
                     f"'{key}' is not one of 0 to {len(node)}."
                 )
             slot = int(key)
@@ -519,7 +519,7 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
         elif isinstance(node, dict):
             node.setdefault(key)
         else:
-            raise RecipeError(f"The override '{override}': '{place}' is {_kind(node)} and has no keys.")
+            raise RecipeError(f"The override '{override}': '{parent_key}' is {_kind(node)} and has no keys.")
         if depth == len(keys) - 1:
             node[slot] = parsed
         elif node[slot] is None:
@@ -568,19 +568,19 @@ def _keyed_problem(item: Any) -> tuple[str, str] | None:
 
 def _problem(item: Any) -> str:
     """Returns a pydantic error as `key: what is wrong`."""
-    location = [str(part) for part in item["loc"]]
+    location = [str(segment) for segment in item["loc"]]
     key = ".".join(location) or "recipe"
     kind, message = item["type"], str(item["msg"])
     if kind == "extra_forbidden":
         known = _known_keys(item["loc"][:-1])
-        if (said := called_here(location[-1])) is not None:
-            return f"{key}: unknown key; {said}"
+        if (explanation := called_here(location[-1])) is not None:
+            return f"{key}: unknown key; {explanation}"
         typos = difflib.get_close_matches(location[-1], _WHAT_IS_TRAINED, cutoff=_TYPO)
         close = [name for name in known if name not in _WHAT_IS_TRAINED or name in typos]
         return f"{key}: unknown key{hint(location[-1], close, cutoff=0.6)} (allowed: {', '.join(known)})"
     if kind == "value_error":
-        said = message.removeprefix("Value error, ")
-        return f"{key}: {said}" if location else said  # of the whole recipe, it says its key itself
+        explanation = message.removeprefix("Value error, ")
+        return f"{key}: {explanation}" if location else explanation  # of the whole recipe, it says its key itself
     got = _shown(item["input"])
     if kind in _EXAMPLES:
         known = _known_keys(item["loc"])
@@ -596,7 +596,7 @@ def _shown(value: Any) -> str:
 
 def _known_keys(location: Sequence[str | int]) -> list[str]:
     """Returns the keys that the recipe has at a location such as ("data", "train", 0)."""
-    section = ".".join("0" if isinstance(part, int) else part for part in location)
+    section = ".".join("0" if isinstance(segment, int) else segment for segment in location)
     places = (key.rpartition(".") for key in RECIPE_FIELDS)
     return [name for above, _, name in places if above == section]
 

@@ -48,7 +48,7 @@ def is_given(values: Any, key: str) -> bool:
     """Tells if a section, or plain keys and values, gives a dotted key: neither null nor false."""
     for name in key.split("."):
         if isinstance(values, list | tuple):
-            values = {str(place): item for place, item in enumerate(values)}.get(name)
+            values = {str(index): item for index, item in enumerate(values)}.get(name)
         else:
             values = values.get(name) if isinstance(values, Mapping) else getattr(values, name, None)
     return values is not None and values is not False

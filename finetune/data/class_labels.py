@@ -75,8 +75,8 @@ class ClassList:
         """
         unfit: tuple[str, ...] = ()
         for classes in known:
-            if (found := _among(classes, labels, num_labels)) is not None:
-                return replace(found, unfit=unfit)
+            if (class_list := _among(classes, labels, num_labels)) is not None:
+                return replace(class_list, unfit=unfit)
             unfit = (*unfit, *filter(None, [classes.unfit]))
         integers = {integer_of(label) for label in labels}
         count = num_labels or len(integers)

@@ -269,8 +269,8 @@ def _split_lines(name: str, split: SplitReport) -> list[str]:
             f"supervised, {chat.ended_share:.1%} end in a learned token{f' ({ends})' if ends else ''}"
         )
     lines += [f"    {line}" for line in _target_lines(split)]
-    if found := [f"{count:,} {what}" for what, count in _notes(split).items()]:
-        lines.append(f"    {', '.join(found)}")
+    if notes := [f"{count:,} {what}" for what, count in _notes(split).items()]:
+        lines.append(f"    {', '.join(notes)}")
     lines += [f"    {_finding_line(finding)}" for finding in split.findings]
     for source in split.sources if len(split.sources) > 1 or split.chat is not None else ():
         form = f"{source.format}, " if source.format else ""
@@ -339,10 +339,10 @@ def _problems(split: SplitReport, bounds: ChecksSection, labelled: bool, too_lon
         NUL: ("max_nul", bounds.max_nul),
         DUPLICATE_KEY: ("max_duplicate_keys", bounds.max_duplicate_keys),
     }
-    for found in split.findings:
-        if found.kind in by_kind:
-            what = f"{WORDS[found.kind]} (the first: {found.example})"
-            most.append((*by_kind[found.kind], found.count, found.of, what))
+    for finding in split.findings:
+        if finding.kind in by_kind:
+            what = f"{WORDS[finding.kind]} (the first: {finding.example})"
+            most.append((*by_kind[finding.kind], finding.count, finding.of, what))
     least = []
     if chat is not None:
         least.append(("min_supervised", bounds.min_supervised, chat.supervised_share, "of the tokens are learned"))

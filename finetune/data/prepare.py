@@ -296,9 +296,9 @@ class _Preparation:
             return None
 
         def build(folder: Path) -> dict[str, Any]:
-            found = held_out_digests(corpora, rules)
-            np.save(folder / _HELD, found, allow_pickle=False)
-            return {"count": int(found.size)}
+            digests = held_out_digests(corpora, rules)
+            np.save(folder / _HELD, digests, allow_pickle=False)
+            return {"count": int(digests.size)}
 
         entry = self._entry(f"held-{digest_of(self._key(corpora, rules))}", build)
         return map_array(entry.folder / _HELD, np.uint64) if entry.facts["count"] else np.array([], np.uint64)
@@ -353,7 +353,7 @@ class _Preparation:
         # A template writes what goes around a conversation.
         bos, eos = self._around() if self._chat is None else (None, None)
         held = self._held(corpora, rules)
-        places = [place for corpus in corpora for place in corpus.places]
+        places = [location for corpus in corpora for location in corpus.places]
 
         assert self._encoder is not None
         encode_all = self._encoder.encode_all
@@ -477,24 +477,31 @@ class _Preparation:
             learned = rows.classes.astype(np.float64)
             figures = (learned.min(), learned.mean(), learned.max(), learned.std())
             numbers = data_report.TargetReport(*map(float, figures))
-        found = findings(counts["issues"])
+        text_findings = findings(counts["issues"])
         chat, eos = None, self._tokenizer.eos_token_id
         wants_end = self._learned == "target" or (not self._labelled and (self._data.add_eos or self._chat is not None))
         total, ended = counts["documents"], 0
         if counts["chat"]:
-            said, name_of = counts["chat"], self._tokenizer.convert_ids_to_tokens
-            total, ended = said["examples"], said["ended"]
+            chat_counts, name_of = counts["chat"], self._tokenizer.convert_ids_to_tokens
+            total, ended = chat_counts["examples"], chat_counts["ended"]
             chat = data_report.ChatReport(
-                supervised_share=said["supervised"] / said["tokens"] if said["tokens"] else 0.0,
+                supervised_share=chat_counts["supervised"] / chat_counts["tokens"] if chat_counts["tokens"] else 0.0,
                 ended_share=ended / total if total else 0.0,
                 ends={str(name_of(int(token))): count for token, count in counts["ends"].items()},
-                **{part.name: said[part.name] for part in fields(data_report.ChatReport) if part.name in said},
+                **{
+                    field.name: chat_counts[field.name]
+                    for field in fields(data_report.ChatReport)
+                    if field.name in chat_counts
+                },
             )
         elif wants_end and eos is not None:
             # A target has its end even where it was truncated, as tokenizers do it.
             ended = total if self._learned == "target" else total - made["truncated"]
         if wants_end and eos is None and ended < total:
-            found = (Finding(data_report.NO_END, total - ended, total, counts["issues"]["first"]), *found)
+            text_findings = (
+                Finding(data_report.NO_END, total - ended, total, counts["issues"]["first"]),
+                *text_findings,
+            )
         around = made["rows"] * self._wrapping.size
         places = made["rows"] * self._data.sequence_length
         targets = made["targets"] + (0 if self._learned == "tags" else around)
@@ -521,7 +528,7 @@ class _Preparation:
             first_broken=facts["first_broken"] if own else None,
             chat=chat,
             ended_share=ended / total if total else 0.0,
-            findings=found,
+            findings=text_findings,
             classes=of_classes,
             numbers=numbers,
             **{name: counts[name] for name in ("documents", "tokens", "duplicates")},
@@ -547,8 +554,8 @@ def _in_places(places: Sequence[str], facts: dict[str, Any]) -> dict[str, Any]:
     def renamed(value: Any) -> Any:
         if isinstance(value, dict):
             return {key: renamed(inner) for key, inner in value.items()}
-        place = next((name for name in names if isinstance(value, str) and value.startswith(f"{name},")), None)
-        return value if place is None else names[place] + value[len(place) :]
+        prefix = next((name for name in names if isinstance(value, str) and value.startswith(f"{name},")), None)
+        return value if prefix is None else names[prefix] + value[len(prefix) :]
 
     now = {**facts, "first_broken": renamed(facts["first_broken"])}
     for side in (token_files.TRAIN, token_files.HELD_OUT):

@@ -95,8 +95,8 @@ class Cache:
                 return self._open(folder, known=known) or self._build(folder, build)
         except _NoLockError:
             # A cache that is only read, as another user's may be, is checked by each process.
-            if found := self._open(folder, known=False):
-                return found
+            if existing := self._open(folder, known=False):
+                return existing
             raise
 
     def _open(self, folder: Path, *, known: bool) -> Entry | None:

@@ -103,14 +103,14 @@ def survey_source(path: str, kind: Kind | None = None, given: Mapping[str, Any] 
     first = [*itertools.islice(open_source(Source(path=path, **split), form=raw).documents(), _LOOKED_AT)]
     if not first:
         raise DataError(f"{path} holds no documents. Name a file with some.")
-    found, keys = _describe([json.loads(document.text) for document in first], kind, given or {}, first[0].where)
+    record_kind, keys = _describe([json.loads(document.text) for document in first], kind, given or {}, first[0].where)
     keys |= split
     tolerance = Tolerance(lenient=False)
     form = None
-    if found == "conversations":
+    if record_kind == "conversations":
         form = RecordForm("auto", keys.get("fields", {}), {}, "text", strip=True, tolerance=tolerance)
     corpus = open_source(
-        Source(path=path, **keys), "class" if found == "labelled" else "tokens", form=form, key=_SOURCE
+        Source(path=path, **keys), "class" if record_kind == "labelled" else "tokens", form=form, key=_SOURCE
     )
     documents = corpus.documents()
     texts: list[str] = []
@@ -118,7 +118,7 @@ def survey_source(path: str, kind: Kind | None = None, given: Mapping[str, Any] 
     places: dict[type, tuple[int | str, str]] = {}
     count = 0
     # Classes are counted, so all labels are read.
-    for document in documents if found == "labelled" else itertools.islice(documents, _MOST_READ):
+    for document in documents if record_kind == "labelled" else itertools.islice(documents, _MOST_READ):
         count += 1
         if len(texts) < _MOST_TOKENISED:
             texts.append(document.text)
@@ -127,13 +127,13 @@ def survey_source(path: str, kind: Kind | None = None, given: Mapping[str, Any] 
             places.setdefault(type(document.label), (document.label, document.where))
     if kind is None and "label_field" not in (given or {}) and len(labels) > max(_MOST_CLASSES, count // 10):
         return survey_source(path, "text", given)
-    whole = found == "labelled" or next(documents, None) is None
+    whole = record_kind == "labelled" or next(documents, None) is None
     if not whole and corpus.size:
         count = max(count, round(count * corpus.size / max(1, corpus.meter.done)))
     names = corpus.fields.classes
     return SourceSurvey(
         path=path,
-        kind=found,
+        kind=record_kind,
         keys=keys,
         documents=count,
         whole=whole,

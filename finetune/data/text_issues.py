@@ -88,8 +88,8 @@ def findings(issues: dict[str, Any]) -> tuple[Finding, ...]:
 
 def plain_text(document: bytes, *, chat: bool) -> str:
     """The text of a document, both texts of a pair, or all that is said in a conversation."""
-    found = Conversation.from_json(document) if chat else document.decode()
-    return found if isinstance(found, str) else "\n".join(str(m.get("content", "")) for m in found.messages)
+    parsed = Conversation.from_json(document) if chat else document.decode()
+    return parsed if isinstance(parsed, str) else "\n".join(str(m.get("content", "")) for m in parsed.messages)
 
 
 def _signs(item: Chosen, *, chat: bool) -> Iterator[tuple[str, str]]:
@@ -99,8 +99,8 @@ def _signs(item: Chosen, *, chat: bool) -> Iterator[tuple[str, str]]:
     text = plain_text(data, chat=chat) if nul or not data.isascii() else ""
     if nul:
         yield NUL, _around(text, max(0, text.find("\0")), 1)
-    if found := _MOJIBAKE.search(text):
-        yield MOJIBAKE, _around(text, *found.span())
+    if match := _MOJIBAKE.search(text):
+        yield MOJIBAKE, _around(text, *match.span())
     if item.issue is not None:
         yield item.issue
 

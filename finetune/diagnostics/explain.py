@@ -59,17 +59,17 @@ def select_values(values: Sequence[Value], key: str) -> list[Value]:
     Raises:
         RecipeError: If there is no such key, with the nearest.
     """
-    found = [value for value in values if value.key == key or value.key.startswith(f"{key}.")]
+    selected = [value for value in values if value.key == key or value.key.startswith(f"{key}.")]
     # Sections that are no key, such as `derived`.
-    found = found or [value for value in values if value.section == key]
-    if not found and _field_of(key) is not None:
-        found = [_explained(key, [])]
-    if not found:
+    selected = selected or [value for value in values if value.section == key]
+    if not selected and _field_of(key) is not None:
+        selected = [_explained(key, [])]
+    if not selected:
         known = list(dict.fromkeys([*(value.key for value in values), *RECIPE_FIELDS]))
         same = [name for name in known if name.rsplit(".", 1)[-1] == key]
         near = f", did you mean {' or '.join(same)}?" if same else hint(key, known)
         raise RecipeError(f"There is no key '{key}'{near or '.'} `finetune explain RECIPE --all` lists all.")
-    return found
+    return selected
 
 
 def recipe_values(
@@ -80,7 +80,7 @@ def recipe_values(
     derived: Mapping[str, Setting],
 ) -> list[Value]:
     """Returns every effective value of a recipe with these `recipe_layers`; `derived` settings replace `auto`."""
-    fields, lines, found = Recipe.model_fields, places(file), []
+    fields, lines, values = Recipe.model_fields, places(file), []
     # A section that may be left out is a value of its own: `chat: {}` is all that it takes.
     optional = [name for name, field in fields.items() if field.default is None]
     in_force = [name for name in optional if getattr(recipe, name) is not None]
@@ -104,15 +104,15 @@ def recipe_values(
         if settings[-1].layer != "default":
             # As the recipe reads it: 1 may be 1.0.
             settings[-1] = Setting(settings[-1].layer, settings[-1].place, value)
-        found.append(_explained(key, [*settings, derived[key]] if key in derived else settings))
+        values.append(_explained(key, [*settings, derived[key]] if key in derived else settings))
     order = list(fields)
-    return sorted(found, key=lambda value: (order.index(value.key.split(".")[0]), "." in value.key))
+    return sorted(values, key=lambda value: (order.index(value.key.split(".")[0]), "." in value.key))
 
 
 def _explained(key: str, settings: Sequence[Setting]) -> Value:
-    top, place = key.split(".")[0], key
-    while (field := _field_of(place)) is None:
-        place = place.rpartition(".")[0]  # a free key in a field, as `optim.args.eps`
+    top, field_key = key.split(".")[0], key
+    while (field := _field_of(field_key)) is None:
+        field_key = field_key.rpartition(".")[0]  # a free key in a field, as `optim.args.eps`
     inner = section_in(field.annotation)
     texts = [inner.__doc__ if inner is not None else None, field.description]
     meaning = " ".join(" ".join(text.split()) for text in texts if text)
@@ -159,18 +159,18 @@ def values_table(values: Sequence[Value], width: int) -> Group:
 
     In a terminal of few columns, units are left to a key's own page.
     """
-    said = [value for value in values if value.settings]
-    setters = [value.settings[-1] for value in said]
+    shown = [value for value in values if value.settings]
+    setters = [value.settings[-1] for value in shown]
     in_file = [setter.place for setter in setters if setter.layer in _IN_FILE and setter.place]
-    paths = list(dict.fromkeys(place.rpartition(":")[0] for place in in_file))
+    paths = list(dict.fromkeys(location.rpartition(":")[0] for location in in_file))
     last = [Path(path).name for path in paths]
     # Of a long path the last part, where no other file has that name.
     files = {p: n if len(p) > _LONG_PATH and last.count(n) == 1 else p for p, n in zip(paths, last, strict=True)}
     parts: list[RenderableType] = [f"{name} is {path}" for path, name in files.items() if name != path]
-    for section in dict.fromkeys(value.section for value in said):
+    for section in dict.fromkeys(value.section for value in shown):
         rows = plain_table("", "", "")
         rows.add_row(section)
-        for value in said:
+        for value in shown:
             if value.section == section:
                 rows.add_row(*_table_row(value, files, units=width >= _WITH_UNITS))
         parts += ["", rows] if parts else [rows]

@@ -68,12 +68,12 @@ def _leak_documents(split: Any, batch: Any, rows: Any) -> Any:
 
 
 def _lose_targets(split: Any, batch: Any, rows: Any) -> Any:
-    part = split(batch, rows)
+    micro_batch = split(batch, rows)
     if torch.is_grad_enabled():
-        targets = part["targets"].clone()
+        targets = micro_batch["targets"].clone()
         targets[:, -1] = IGNORED
-        part = {**part, "targets": targets}
-    return part
+        micro_batch = {**micro_batch, "targets": targets}
+    return micro_batch
 
 
 @dataclass(frozen=True)

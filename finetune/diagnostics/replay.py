@@ -213,7 +213,7 @@ def _compare_step(
     now = {key: value if math.isfinite(value) else None for key, value in values.items()}
     logged = {line["step"]: line for line in run_facts.read_metrics(directory).whole if "grad_norm" in line}
     then = {key: logged[number][key] for key in now} if number in logged else None
-    incident = {found.step: found for found in row_ledger.read_skipped(directory)}.get(number)
+    incident = {skipped.step: skipped for skipped in row_ledger.read_skipped(directory)}.get(number)
     differences = []
     if not entry.proved or not np.array_equal(np.concatenate(taken.rows), entry.rows):
         differences.append("the ledger's checksum is not that of these rows: the run has read others")

@@ -86,11 +86,11 @@ def run_screen(run: RunHistory, width: int) -> RenderableType:
         blocks.append(Group(head, Text("\n".join(f"  {line}" for line in lines))))
     if run.incidents:
         newest = run.incidents[-1]
-        said = f"step {newest.step:,} was skipped: {newest.kind}, {newest.in_a_row} in a row"
-        blocks.append(Text(f"last incident: {said}; {len(run.incidents)} in all", style="red"))
+        incident = f"step {newest.step:,} was skipped: {newest.kind}, {newest.in_a_row} in a row"
+        blocks.append(Text(f"last incident: {incident}; {len(run.incidents)} in all", style="red"))
     if run.damaged_lines:
         blocks.append(Text(f"{run.damaged_lines:,} damaged lines of its metrics are left out", style="red"))
-    separated = [part for block in blocks for part in (Text(), block)]
+    separated = [renderable for block in blocks for renderable in (Text(), block)]
     return Group(*separated[1:])
 
 
@@ -223,14 +223,14 @@ def list_runs(directory: Path) -> list[RunSummary]:
             f"{directory} is no folder, so there are no runs. Give the folder that the recipes' output.dir lies in; "
             "left out, it is `runs`."
         )
-    found = []
+    summaries = []
     for folder, below, files in os.walk(directory):
         is_run = "run.json" in files
         if is_run:
-            found.append(_summary(Path(folder), directory))
+            summaries.append(_summary(Path(folder), directory))
         if is_run or len(Path(folder).relative_to(directory).parts) == _DEEPEST:
             below.clear()
-    return sorted(found, key=lambda summary: (summary.started or 0.0, summary.run))
+    return sorted(summaries, key=lambda summary: (summary.started or 0.0, summary.run))
 
 
 def _summary(path: Path, root: Path) -> RunSummary:

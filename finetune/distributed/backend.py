@@ -290,7 +290,7 @@ class Backend:
         """
         self._reshard()
         # One at a time: what rests on the disk lasts until the next one is asked for.
-        found = [
+        digests = [
             (held, weight_digests.digest_weight(tensor, self.device))
             for held, tensor in weight_digests.held_weights(
                 self.strategy.read_state(self, network, self.optimizer, parameters_only=True),
@@ -300,7 +300,7 @@ class Backend:
                 copies=self.strategy.copies_masters(self.launch),
             )
         ]
-        return [held for held, _ in found], self.gather_numbers(torch.stack([number for _, number in found]))
+        return [held for held, _ in digests], self.gather_numbers(torch.stack([number for _, number in digests]))
 
     def gather_numbers(self, numbers: torch.Tensor) -> torch.Tensor:
         """Gathers numbers of all ranks, one row a rank; every rank must call it."""

@@ -40,9 +40,9 @@ def of_device(name: str, memory_gib: float | None = None) -> Gpu | None:
     Args:
         memory_gib: What it has, where torch calls several sizes the same.
     """
-    found = [gpu for gpu in _KNOWN if re.search(rf"\b{gpu.part}\b", name)]
-    apart = {gpu: abs(gpu.memory_gib - (memory_gib or gpu.memory_gib)) for gpu in found}
-    return max(found, key=lambda gpu: (len(gpu.part), -apart[gpu]), default=None)
+    matches = [gpu for gpu in _KNOWN if re.search(rf"\b{gpu.part}\b", name)]
+    apart = {gpu: abs(gpu.memory_gib - (memory_gib or gpu.memory_gib)) for gpu in matches}
+    return max(matches, key=lambda gpu: (len(gpu.part), -apart[gpu]), default=None)
 
 
 def find_gpu(text: str) -> Gpu:

@@ -60,8 +60,8 @@ def launch_values(
 
 def resolved_precision(settled: ResolvedConfig, here: Devices) -> Setting:
     """Returns the precision that the recipe's `precision: auto` comes to."""
-    place = f"this machine has {here.gpus} GPU(s)" if here.gpus else "this machine has no GPU that torch can use"
-    return Setting("derived", place, settled.precision)
+    reason = f"this machine has {here.gpus} GPU(s)" if here.gpus else "this machine has no GPU that torch can use"
+    return Setting("derived", reason, settled.precision)
 
 
 def _launch_file(foreseen: PredictedEnvironment, env: Mapping[str, str]) -> Iterable[Value]:
@@ -93,12 +93,12 @@ def _launch_file(foreseen: PredictedEnvironment, env: Mapping[str, str]) -> Iter
 
 
 def _ds_config(foreseen: PredictedEnvironment, settled: ResolvedConfig) -> Iterable[Value]:
-    written, place = flat(foreseen.launch.ds_config), foreseen.launch.ds_place
-    lines = places(place) if place else {}
+    written, ds_path = flat(foreseen.launch.ds_config), foreseen.launch.ds_place
+    lines = places(ds_path) if ds_path else {}
     for key, value in flat(settled.ds_config).items():
         settings = []
         if key in written:
-            settings.append(Setting("ds_config", place_of(key, place, lines), written[key]))
+            settings.append(Setting("ds_config", place_of(key, ds_path, lines), written[key]))
         if key not in written or written[key] != value:
             source = deepspeed_config.DECIDES.get(key)
             why = f"the recipe's {source}" if source else "the same on every backend"

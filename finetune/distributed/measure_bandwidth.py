@@ -92,11 +92,11 @@ def message_sizes(first: int, last: int, factor: int, processes: int) -> list[in
             f"Sizes from {first} to {last} bytes by factors of {factor}: --min-bytes must be 1 at least, --max-bytes "
             "no fewer, and --factor 2 at least."
         )
-    unit, found = 4 * processes, []
+    unit, sizes = 4 * processes, []
     while first <= last:
-        found.append(max(unit, first // unit * unit))
+        sizes.append(max(unit, first // unit * unit))
         first *= factor
-    return sorted(set(found))
+    return sorted(set(sizes))
 
 
 def _measure(name: str, size: int, device: torch.device) -> float:
@@ -170,14 +170,14 @@ def run_measurement(wanted: tuple[int, int | None, int], file: Path | None) -> l
     torch_private.start_gloo_with_one_worker()
     distributed.init_process_group("nccl" if gpu else "gloo", timeout=timedelta(minutes=5))
     try:
-        found = {name: [(ring, size, _measure(name, size, device)) for size in asked] for name, ring in RINGS.items()}
+        timings = {name: [(ring, size, _measure(name, size, device)) for size in asked] for name, ring in RINGS.items()}
         name = int.from_bytes(hashlib.sha256(platform.node().encode()).digest()[:7], "big")
         names = torch.zeros(world, dtype=torch.int64, device=device)
         distributed.all_gather_into_tensor(names, torch.tensor([name], device=device))
         machines = len(set(names.tolist()))
         if distributed.get_rank():
             return None
-        result = _describe(found, world, machines, device)
+        result = _describe(timings, world, machines, device)
         if file is not None:
             with RecipeError.explaining(f"--json: cannot write {file}", "", OSError):
                 write_json(file, result)

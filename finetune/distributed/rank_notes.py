@@ -130,10 +130,10 @@ def _hosts_store(rank: int) -> bool:
 def connect(rank: int, timeout: timedelta) -> Any:
     """Returns the store of the launch: the launcher keeps it where it can, else rank 0."""
     distributed: Any = torch.distributed
-    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     hosts = _hosts_store(rank)
     # `multi_tenant`: the process group of this very process shares the port later on.
-    store = distributed.TCPStore(*place, is_master=hosts, timeout=timeout, wait_for_workers=False, multi_tenant=hosts)
+    store = distributed.TCPStore(*address, is_master=hosts, timeout=timeout, wait_for_workers=False, multi_tenant=hosts)
     if not _connected:
         _connected.append(store)
     return store

@@ -108,18 +108,18 @@ def check_inputs(inputs: dict[str, dict[str, Any]], patience: timedelta) -> dict
     def compare() -> dict[str, dict[str, Any]]:
         here, ours = notes.wait_for("0")
         apart: dict[str, dict[str, None]] = {}
-        for place, theirs in (notes.wait_for(str(other)) for other in range(1, notes.world_size)):
+        for peer, theirs in (notes.wait_for(str(other)) for other in range(1, notes.world_size)):
             for section in (name for name in ours if name in theirs):
                 for name, _ in machine_facts.unequal(ours[section], theirs[section]):
-                    apart.setdefault(place, {})[name] = None
+                    apart.setdefault(peer, {})[name] = None
         if apart:
-            found = [
-                f"{place} has other content than {here} in {', '.join([*names][:_SHOWN])}"
+            reports = [
+                f"{peer} has other content than {here} in {', '.join([*names][:_SHOWN])}"
                 + f" and {len(names) - _SHOWN} more" * (len(names) > _SHOWN)
-                for place, names in apart.items()
+                for peer, names in apart.items()
             ]
             raise errors.BackendError(
-                f"The ranks do not start from the same inputs, and nothing was trained: {'; '.join(found[:_SHOWN])}. "
+                f"The ranks do not start from the same inputs, and nothing was trained: {'; '.join(reports[:_SHOWN])}. "
                 "Copy the same files to every machine, and let nothing change them while a run starts."
             )
         return dict(ours)

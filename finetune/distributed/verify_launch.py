@@ -103,10 +103,10 @@ class RuntimeReport:
         """Says what rests elsewhere than on the device; empty if nothing does."""
         if (self.offload_params, self.offload_optimizer) == ("none", "none"):
             return ""
-        said = f"offload: parameters {self.offload_params}, optimiser {self.offload_optimizer}"
+        text = f"offload: parameters {self.offload_params}, optimiser {self.offload_optimizer}"
         if "nvme" in (self.offload_params, self.offload_optimizer):
-            said += ", on disk {:.0%} and {:.0%} (shards under 1 MiB stay in memory)".format(*self.on_disk)
-        return said
+            text += ", on disk {:.0%} and {:.0%} (shards under 1 MiB stay in memory)".format(*self.on_disk)
+        return text
 
 
 def verify_runtime(runtime: Runtime, strategy: Strategy, rehearse: Callable[[], torch.Tensor]) -> RuntimeReport:
@@ -173,8 +173,8 @@ def _differences(
     if report.reshards not in (None, launch.reshard):
         yield f"resharding after the forward pass: asked {launch.reshard}, runs {report.reshards}"
     # A ds config can ask for gradients in 16 bit as well.
-    said = launch.ds_config.get("communication_data_type") not in (None, "auto")
-    if report.world_size > 1 and report.reduce_dtype != reduced and not said:
+    configured = launch.ds_config.get("communication_data_type") not in (None, "auto")
+    if report.world_size > 1 and report.reduce_dtype != reduced and not configured:
         yield f"gradients: asked to be summed in {reduced}, are summed in {report.reduce_dtype}"
     shards = launch.num_processes // launch.replicate
     want_parameters = 1 / shards if launch.sharded else 1.0

@@ -79,9 +79,9 @@ def recipe_of(
         tree["data"]["packing"] = "padded"
     elif tree["data"].get("packing", "documents") == "documents":
         network = lora_adapters.transformer(opened.network)
-        found = causal_lm.sees_documents(network, opened.scores, opened.device, longest)
+        distances = causal_lm.sees_documents(network, opened.scores, opened.device, longest)
         limits = causal_lm.tolerances(opened.precision)
-        if not all(far.item() <= most for far, most in zip(found, limits, strict=False)):
+        if not all(far.item() <= most for far, most in zip(distances, limits, strict=False)):
             tree["data"]["packing"] = "padded"
     # What is left out is said, and a file is evaluated whatever that is.
     tree["checks"] = {"max_left_out": 1.0}
@@ -131,18 +131,18 @@ def evaluate_files(
     targets, evaluation = rows.num_targets(np.arange(len(rows))), metrics.Evaluation(task, len(rows), opened.device)
     say(f"Evaluating {len(rows):,} rows of {recipe.data.sequence_length} tokens, {targets:,} targets.")
     if left_out := report.left_out():
-        said = ", ".join(f"{what} {count:,}" for what, count in left_out.items())
-        say(f"Not evaluated: {said}.")
+        skipped = ", ".join(f"{what} {count:,}" for what, count in left_out.items())
+        say(f"Not evaluated: {skipped}.")
     with torch.no_grad(), rows_bar("evaluating", len(rows)) as advance:
         for share, batch in evaluation_batches(rows, micro_size):
             sent = batch_to_device(batch, opened.device)
             evaluation.add(share, evaluation.function(opened.network, sent), sent, rows.num_targets(share))
             advance(share.size)
     figures, classes = evaluation.figures(opened.class_names if task.labelled else ())
-    found: dict[str, Any] = {**figures, "targets": targets}
+    stats: dict[str, Any] = {**figures, "targets": targets}
     if task.labelled and task.loss_and_numbers is None:
-        found["classes"] = classes
+        stats["classes"] = classes
     if evaluation.predicted is not None and evaluation.counts_classes:
         confusions = metrics.count_confusions(evaluation.predicted, opened.class_names)
-        found |= {"f1_macro": metrics.mean_of_classes(classes, "f1"), "confusions": confusions}
-    return found
+        stats |= {"f1_macro": metrics.mean_of_classes(classes, "f1"), "confusions": confusions}
+    return stats

@@ -86,7 +86,7 @@ def evaluate_harness(
     wrapped.apply_chat_template = bounded_work(*prompts.BOUND)(wrapped.apply_chat_template)
     try:
         manager, names = _find_tasks(tasks)
-        found = simple_evaluate(
+        results = simple_evaluate(
             wrapped,
             tasks=names,
             task_manager=manager,
@@ -108,7 +108,7 @@ def evaluate_harness(
             "another; data on the hub need the network, or its cache."
         ) from error
     about = {"step": opened.step, "chat": chat, "limit": limit}
-    return _rows(found, about | {"time": time.time(), "lm_eval": importlib.metadata.version("lm_eval")})
+    return _rows(results, about | {"time": time.time(), "lm_eval": importlib.metadata.version("lm_eval")})
 
 
 def _find_tasks(tasks: Sequence[str]) -> tuple[Any, list[str]]:
@@ -125,19 +125,19 @@ def _find_tasks(tasks: Sequence[str]) -> tuple[Any, list[str]]:
     names: dict[str, None] = {}
     for word in tasks:
         if word not in paths:
-            found = manager.match_tasks([word])
+            matches = manager.match_tasks([word])
             problem = (
                 f"lm_eval knows no task '{word}'{hint(word, manager.all_tasks)}. Its list is printed by "
                 "`lm_eval ls tasks`; a file of your own is named by its path, such as ./task.yaml."
             )
         elif paths[word].is_dir():
-            found = TaskManager(include_path=word, include_defaults=False).all_subtasks
+            matches = TaskManager(include_path=word, include_defaults=False).all_subtasks
             problem = f"{word} holds no task: none of its .yaml files has a `task`. Name another folder."
         else:
-            found = [word]
-        if not found:
+            matches = [word]
+        if not matches:
             raise RecipeError(f"--harness: {problem}")
-        names |= dict.fromkeys(found)
+        names |= dict.fromkeys(matches)
     return manager, list(names)
 
 

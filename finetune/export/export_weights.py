@@ -99,18 +99,18 @@ def export_weights(
     if (set_option := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
         set_option(-3, 1 << 20)
     code = (trusted_code.SHIPPED, "task.name", "task.loss")
-    found = find_weights.find_weights(place, step, runs=code, trusted=trust_remote_code)
-    target = to if to is not None else found.run / "exports" / kind
-    with found.held, _only_writer(target):
-        recipe = merge.with_base(found, base)
-        head = merge.source_head(found)
-        find_weights.check_kind(found.run, recipe, kind)
-        ready = _build_data(found, recipe, say)
-        job = _Export(found, recipe, ready, kind, shard_size, head, merge.config_of(found, recipe, ready))
+    source = find_weights.find_weights(place, step, runs=code, trusted=trust_remote_code)
+    target = to if to is not None else source.run / "exports" / kind
+    with source.held, _only_writer(target):
+        recipe = merge.with_base(source, base)
+        head = merge.source_head(source)
+        find_weights.check_kind(source.run, recipe, kind)
+        ready = _build_data(source, recipe, say)
+        job = _Export(source, recipe, ready, kind, shard_size, head, merge.config_of(source, recipe, ready))
         if kind == "adapter":
             _check_base_opens(job)
         if job.gguf is not None:
-            write_gguf.check_convertible(job.config, ready.tokenizer, found.run, text=head.next_token)
+            write_gguf.check_convertible(job.config, ready.tokenizer, source.run, text=head.next_token)
         staging = target.with_name(target.name + ".staging")
         try:
             remove_path(staging)
@@ -124,17 +124,17 @@ def export_weights(
                 pretrained_files.write_beside(
                     staging,
                     pretrained_files.files_beside(recipe)
-                    | pretrained_files.files_beside(merge.opened_recipe(found, recipe)),
+                    | pretrained_files.files_beside(merge.opened_recipe(source, recipe)),
                 )
                 prompts.check_stop_tokens(staging, stops, ready.tokenizer)
             proof = _verify(job, staging)
             for line in proof:
                 say(line)
-            model_card.write_model_card(staging, found, kind, proof, merge.base_folder(recipe), head)
-            facts = {"run": str(found.run), "step": found.step, "as": kind, "proof": proof}
+            model_card.write_model_card(staging, source, kind, proof, merge.base_folder(recipe), head)
+            facts = {"run": str(source.run), "step": source.step, "as": kind, "proof": proof}
             if head.may_be_new and job.config.num_labels > 1:
                 facts["classes"] = [str(job.config.id2label[number]) for number in range(job.config.num_labels)]
-            write_json(staging / "export.json", {**facts, "base": found.facts.get("base")})
+            write_json(staging / "export.json", {**facts, "base": source.facts.get("base")})
             sync_files(staging)
             sync_to_disk(staging)
             staging.rename(target)
@@ -150,7 +150,7 @@ def export_weights(
                     f"{'Free space, or choose' if full else 'Choose'} another --to."
                 ) from error
             raise
-    say(f"{target} holds step {found.step} of {found.run} as {kind}.")
+    say(f"{target} holds step {source.step} of {source.run} as {kind}.")
     return target
 
 
@@ -363,6 +363,6 @@ def push_folder(folder: Path, name: str) -> str:
     api = huggingface_hub.HfApi()
     advice = f"The export is whole, in {folder}: `hf upload {name} {folder}`."
     with CheckpointError.explaining(f"--push-to {name}", advice, Exception):  # the client's errors have many classes
-        place = api.create_repo(name, private=True, exist_ok=True)
-        api.upload_folder(repo_id=place.repo_id, folder_path=str(folder), commit_message="Export")
-    return str(place)
+        repo_url = api.create_repo(name, private=True, exist_ok=True)
+        api.upload_folder(repo_id=repo_url.repo_id, folder_path=str(folder), commit_message="Export")
+    return str(repo_url)

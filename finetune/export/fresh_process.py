@@ -71,12 +71,12 @@ def select_inputs(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, to
 
 def read_tokens(ask: dict[str, Any]) -> dict[str, Any]:
     """Returns what the tokenizer in a GGUF file makes of texts, its chat template and its special tokens."""
-    found = transformers.AutoTokenizer.from_pretrained(ask["folder"], gguf_file=ask["gguf"], trust_remote_code=False)
+    tok = transformers.AutoTokenizer.from_pretrained(ask["folder"], gguf_file=ask["gguf"], trust_remote_code=False)
     return {
-        "ids": [found(text, add_special_tokens=False)["input_ids"] for text in ask["texts"]],
-        "chat template": found.chat_template,
-        "bos token": found.bos_token,
-        "eos token": found.eos_token,
+        "ids": [tok(text, add_special_tokens=False)["input_ids"] for text in ask["texts"]],
+        "chat template": tok.chat_template,
+        "bos token": tok.bos_token,
+        "eos token": tok.eos_token,
     }
 
 

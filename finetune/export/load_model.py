@@ -81,10 +81,10 @@ class LoadedModel:
 
     def require_labels(self) -> None:
         """Raises a `RecipeError` if it gives neither a document nor its words one of several classes or a number."""
-        place = self.home or self.tokenizer_folder
+        folder = self.home or self.tokenizer_folder
         if self.task.scores is None or not self.task.labelled:
             raise RecipeError(
-                f"{place} is no classifier of documents or words, and has no classes to predict. `finetune generate` "
+                f"{folder} is no classifier of documents or words, and has no classes to predict. `finetune generate` "
                 "writes texts with a language model."
             )
         config = lora_adapters.config_of(self.network)
@@ -92,7 +92,7 @@ class LoadedModel:
             config.num_labels > 1 and self.task.loss_and_numbers is not None
         ):
             raise RecipeError(
-                f"{place} gives several classes or numbers for a document, as its config.json says (problem_type "
+                f"{folder} gives several classes or numbers for a document, as its config.json says (problem_type "
                 f"{config.problem_type}, num_labels {config.num_labels}). Name a model that gives one, or train one "
                 "from it, on documents with one class or number."
             )
@@ -132,22 +132,22 @@ def load_model(
     Raises:
         FinetuneError: If there is nothing to open, or it is neither a language model nor a classifier.
     """
-    place = Path(name)
-    if find_weights.is_run(place):
-        return _load_run(place, step, base, trust_remote_code)
+    path = Path(name)
+    if find_weights.is_run(path):
+        return _load_run(path, step, base, trust_remote_code)
     if step is not None:
         raise CheckpointError(f"--step is for run directories, and {name} is none (it has no recipe.yaml).")
     dtype = torch.float32 if exact else "auto"
     causes = (OSError, ValueError, RecursionError, StrictDataclassError)
     with CheckpointError.explaining(f"{name} cannot be opened", "", *causes):
-        pretrained_files.refuse_adapter(place)
-        if (place / "adapter_config.json").is_file():
-            return _load_adapter(place, base, dtype, trust_remote_code)
+        pretrained_files.refuse_adapter(path)
+        if (path / "adapter_config.json").is_file():
+            return _load_adapter(path, base, dtype, trust_remote_code)
         if base is not None:
             raise CheckpointError(f"--base is for adapters, and {name} has no adapter_config.json.")
-        if path_kinds.kind_of(place) != "adapter" and (wrong := path_kinds.why_not(place, "model")) is not None:
+        if path_kinds.kind_of(path) != "adapter" and (wrong := path_kinds.why_not(path, "model")) is not None:
             raise CheckpointError(wrong)
-        if place.is_dir() and not (place / "config.json").is_file():
+        if path.is_dir() and not (path / "config.json").is_file():
             raise CheckpointError(
                 f"{name} holds no network: it has no recipe.yaml (a run), manifest.json (a checkpoint), "
                 "adapter_config.json or config.json. Name one that does."
@@ -155,27 +155,27 @@ def load_model(
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
         task = _task_of(config, name)
         model, lines = _load_plain(name, task, config, dtype=dtype, trust_remote_code=trust_remote_code)
-        home = place if place.is_dir() else None
+        home = path if path.is_dir() else None
         return _ready(LoadedModel(model, task, _tokenizer(name, trust_remote_code), name, None, lines=lines, home=home))
 
 
 def _load_run(place: Path, step: int | None, base: str | None, trusted: bool) -> LoadedModel:
-    found = find_weights.find_weights(place, step, runs=(SHIPPED, "task.name"), trusted=trusted)
-    with found.held:
-        task = named_task(found.recipe)
+    saved = find_weights.find_weights(place, step, runs=(SHIPPED, "task.name"), trusted=trusted)
+    with saved.held:
+        task = named_task(saved.recipe)
         if task.head is None or not (task.text or task.scores is not None):
             raise RecipeError(
-                f"{place} (task {found.recipe.task.name}) is no causal language model: it neither writes text nor "
+                f"{place} (task {saved.recipe.task.name}) is no causal language model: it neither writes text nor "
                 "gives classes (`scores` of a custom task)."
             )
-        folder = str(found.weights)
-        tokenizer = _tokenizer(folder, found.recipe.model.trust_remote_code)
-        recipe = merge.with_base(found, base) if found.recipe.lora is not None else found.recipe
-        names = found.class_names
+        folder = str(saved.weights)
+        tokenizer = _tokenizer(folder, saved.recipe.model.trust_remote_code)
+        recipe = merge.with_base(saved, base) if saved.recipe.lora is not None else saved.recipe
+        names = saved.class_names
         ready = TaskData(train=None, tokenizer=tokenizer, num_labels=len(names) or None, label_names=names)
-        model = merge.build_trained(found, recipe, ready, quantised=True)
-        stops = tuple(found.learned_stop_tokens(tokenizer))
-        return _ready(LoadedModel(model, task, tokenizer, folder, found.recipe, stops, home=found.run, step=found.step))
+        model = merge.build_trained(saved, recipe, ready, quantised=True)
+        stops = tuple(saved.learned_stop_tokens(tokenizer))
+        return _ready(LoadedModel(model, task, tokenizer, folder, saved.recipe, stops, home=saved.run, step=saved.step))
 
 
 def _load_adapter(place: Path, base: str | None, dtype: torch.dtype | str, trusted: bool) -> LoadedModel:
@@ -254,10 +254,10 @@ def _adapter_classes(place: Path) -> list[str]:
 def _tokenizer(folder: str, trusted: bool) -> Any:
     causes = (OSError, ValueError, KeyError, RecursionError)
     with CheckpointError.explaining(f"{folder} has no tokenizer that opens", "", *causes):
-        found = AutoTokenizer.from_pretrained(folder, trust_remote_code=trusted)
-    if damage := why_damaged(found):
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trusted)
+    if damage := why_damaged(tokenizer):
         raise CheckpointError(f"The tokenizer of {folder} {damage}. Copy them from the model that it was made from.")
-    return found
+    return tokenizer
 
 
 def _ready(opened: LoadedModel) -> LoadedModel:

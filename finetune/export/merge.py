@@ -65,16 +65,16 @@ def with_base(source: WeightSource, base: str | None) -> Recipe:
         )
     try:
         require_model(recipe.model.name)
-        found = base_of(recipe)
+        actual = base_of(recipe)
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise RecipeError(f"The base of {source.run} cannot be read: {reason} Name it with --base.") from error
-    assert found is not None
+    assert actual is not None
     # A folder of the hub's cache is named after the commit that it holds.
-    if recorded["digest"] not in (found["digest"], Path(found["name"]).resolve().name):
+    if recorded["digest"] not in (actual["digest"], Path(actual["name"]).resolve().name):
         raise RecipeError(
-            f"{source.run} was trained on {recorded['name']} (digest {recorded['digest'][:16]}), but {found['name']} "
-            f"has other content (digest {found['digest'][:16]}): merged onto another base, an adapter says nothing "
+            f"{source.run} was trained on {recorded['name']} (digest {recorded['digest'][:16]}), but {actual['name']} "
+            f"has other content (digest {actual['digest'][:16]}): merged onto another base, an adapter says nothing "
             "that training said. Name the one that it was trained on with --base."
         )
     return recipe

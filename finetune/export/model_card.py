@@ -142,7 +142,7 @@ def write_loss_plot(folder: Path, run: Path, last_step: int | None) -> str | Non
 
 
 def _svg(curves: Sequence[tuple[str, Series, Series]]) -> Iterator[str]:
-    every_x, every_y = (np.concatenate([curve[part] for curve in curves]) for part in (1, 2))
+    every_x, every_y = (np.concatenate([curve[axis] for curve in curves]) for axis in (1, 2))
     last, low, high = float(every_x.max()), float(every_y.min()), float(every_y.max())
     high = high if high > low else low + 1.0
 
@@ -164,6 +164,6 @@ def _svg(curves: Sequence[tuple[str, Series, Series]]) -> Iterator[str]:
         points = " ".join(f"{x(step):.1f},{y(loss):.1f}" for step, loss in zip(steps, losses, strict=True))
         yield f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="2"/>'
         yield f'<circle cx="{x(steps[-1]):.1f}" cy="{y(losses[-1]):.1f}" r="3" fill="{color}"/>'
-        said = f"{name}, {losses[-1]:.4g} at the end"
-        yield f'<text x="{_LEFT + number * 260}" y="18" fill="{color}">{said}</text>'
+        legend = f"{name}, {losses[-1]:.4g} at the end"
+        yield f'<text x="{_LEFT + number * 260}" y="18" fill="{color}">{legend}</text>'
     yield "</svg>"

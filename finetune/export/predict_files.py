@@ -86,12 +86,12 @@ def predict_files(
             batch: Sequence[Chosen]
             for batch, encoded in encoder.encode_all(batch_documents(choose_texts(corpus, rules))):
                 rows = _rows(encoded, recipe, wrapping, tokenizer.padding_id(opened.tokenizer))
-                found: Iterator[Any] = iter(
+                outputs: Iterator[Any] = iter(
                     _texts(opened, rows, micro_size, max_new_tokens) if writes else _scores(opened, rows, micro_size)
                 )
                 starts = np.cumsum(encoded.lengths) - encoded.lengths
                 for item, length, start in zip(batch, encoded.lengths.tolist(), starts.tolist(), strict=True):
-                    scores: Any = next(found) if length else None
+                    scores: Any = next(outputs) if length else None
                     record = item.record or {}
                     if encoded.words is not None:
                         words = json.loads(item.text) if item.text else []
@@ -149,16 +149,16 @@ def _scores(opened: LoadedModel, rows: TokenRows, micro_size: int) -> list[torch
     """
     scores = opened.task.scores
     assert scores is not None
-    found = [torch.empty(0)] * len(rows)
+    row_scores = [torch.empty(0)] * len(rows)
     order = rows.longest() if len(rows) else np.array([], np.int64)
     for start in range(0, len(rows), micro_size):
         share = order[start : start + micro_size]
         batch = rows.batch(share)
         given = opened.scores(batch_to_device(batch, opened.device), scores).cpu()
-        for place, row in enumerate(share.tolist()):
-            of_words = batch["targets"][place] != packed_rows.IGNORED
-            found[row] = given[place][of_words] if opened.task.tagged else given[place]
-    return found
+        for index, row in enumerate(share.tolist()):
+            of_words = batch["targets"][index] != packed_rows.IGNORED
+            row_scores[row] = given[index][of_words] if opened.task.tagged else given[index]
+    return row_scores
 
 
 def _spans(words: list[str], places: list[int], scores: torch.Tensor, names: Sequence[str]) -> list[SpanPrediction]:
@@ -169,19 +169,19 @@ def _spans(words: list[str], places: list[int], scores: torch.Tensor, names: Seq
         scores: Of the classes, (places, C).
     """
     likely, classes = scores.softmax(-1).max(-1)
-    found = []
+    spans = []
     for first, end, tag in list_spans(classes.tolist(), TagScheme.of(names)):
         start, behind = places[first], places[end - 1] + 1
         text = " ".join(words[start:behind])
-        found.append(SpanPrediction(text, tag, start, behind, float(likely[first:end].mean())))
-    return found
+        spans.append(SpanPrediction(text, tag, start, behind, float(likely[first:end].mean())))
+    return spans
 
 
 @torch.no_grad()
 def _texts(opened: LoadedModel, rows: TokenRows, micro_size: int, max_new_tokens: int) -> list[str]:
     """Texts that are written for the rows, as the model's own generation config says."""
     network: Any = lora_adapters.transformer(opened.network)
-    found = [""] * len(rows)
+    row_texts = [""] * len(rows)
     order = rows.longest() if len(rows) else np.array([], np.int64)
     stops = prompts.stop_tokens(network.generation_config, opened.tokenizer, opened.ends) or None
     room, begin = min(max_new_tokens, opened.longest or max_new_tokens), prompts.decoder_start(network)
@@ -193,8 +193,8 @@ def _texts(opened: LoadedModel, rows: TokenRows, micro_size: int, max_new_tokens
         written = network.generate(**inputs, max_new_tokens=room, eos_token_id=stops, decoder_start_token_id=begin)
         texts = opened.tokenizer.batch_decode(written, skip_special_tokens=True)
         for row, text in zip(share.tolist(), texts, strict=True):
-            found[row] = text.strip()
-    return found
+            row_texts[row] = text.strip()
+    return row_texts
 
 
 def _answers(opened: LoadedModel, recipe: Recipe, micro_size: int, max_new_tokens: int) -> Iterator[Prediction]:

@@ -71,8 +71,8 @@ def tensors_of(place: Path, advice: str = "Export it again.") -> Iterator[tuple[
 def _read_index(folder: Path) -> dict[str, Any]:
     shape: json_files.Shape = {"weight_map": dict, "metadata": {"total_size": int}}
     with CheckpointError.explaining(f"{folder / INDEX} cannot be read", "Export it again."):
-        found: dict[str, Any] = json_files.read(folder / INDEX, shape, needed=["weight_map", "metadata"])
-    return found
+        index: dict[str, Any] = json_files.read(folder / INDEX, shape, needed=["weight_map", "metadata"])
+    return index
 
 
 def check_files(
@@ -92,7 +92,7 @@ def check_files(
     Raises:
         CheckpointError: With the first thing that is wrong.
     """
-    ties, found = ties or {}, dict[str, tuple[int, ...]]()
+    ties, shapes = ties or {}, dict[str, tuple[int, ...]]()
     twice: dict[str, torch.Tensor] = {}
     size = 0
     for name, tensor in tensors_of(folder):
@@ -104,7 +104,7 @@ def check_files(
             )
         if tensor.numel() == 0:
             raise CheckpointError(f"{folder}: {name} is empty. What it was written from was never gathered.")
-        found[name], size = tuple(tensor.shape), size + tensor.nbytes
+        shapes[name], size = tuple(tensor.shape), size + tensor.nbytes
         if name in ties or name in ties.values():
             twice[name] = tensor
     for name, other in ties.items():
@@ -114,7 +114,7 @@ def check_files(
                 "values, of which only one would be read. Export it again, or set tie_word_embeddings to false."
             )
     # A tied name may be missing.
-    _check_listing(folder, found, {n: s for n, s in expected.items() if n in found or n not in ties}, size, dtype)
+    _check_listing(folder, shapes, {n: s for n, s in expected.items() if n in shapes or n not in ties}, size, dtype)
     return f"Written: {len(expected) - len(ties)} tensors of {str(dtype).removeprefix('torch.')}, {size:,} bytes."
 
 
@@ -135,11 +135,11 @@ def _check_listing(
             raise CheckpointError(f"{folder}: {name} has shape {list(shape)}, not {list(expected[name])}.")
     wanted = sum(torch.Size(shape).numel() for shape in found.values()) * dtype.itemsize
     on_disk = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    told = _read_index(folder)["metadata"]["total_size"] if (folder / INDEX).is_file() else size
+    indexed = _read_index(folder)["metadata"]["total_size"] if (folder / INDEX).is_file() else size
     # Headers take some hundred bytes a tensor.
-    if size != wanted or told != size or not size < on_disk < size + 4096 * (len(found) + 8):
+    if size != wanted or indexed != size or not size < on_disk < size + 4096 * (len(found) + 8):
         raise CheckpointError(
-            f"{folder}: the tensors take {size:,} bytes, the files {on_disk:,}, and the index says {told:,}, where "
+            f"{folder}: the tensors take {size:,} bytes, the files {on_disk:,}, and the index says {indexed:,}, where "
             f"{len(found)} tensors of {str(dtype).removeprefix('torch.')} need {wanted:,}. Export it again."
         )
 
@@ -213,16 +213,16 @@ def open_in_fresh_process(folder: Path, probe: Probe, about: dict[str, Any]) -> 
     Raises:
         CheckpointError: If it cannot open it.
     """
-    with temporary_folder() as place:
-        save_file(probe.tensors, place / "tensors.safetensors")
-        question = {"folder": str(folder.resolve()), "place": str(place), "options": probe.options, **about}
+    with temporary_folder() as scratch:
+        save_file(probe.tensors, scratch / "tensors.safetensors")
+        question = {"folder": str(folder.resolve()), "place": str(scratch), "options": probe.options, **about}
         # As a file and without its folder on the path: nothing of this toolkit can help.
         words = [sys.executable, "-P", str(fresh_process.__file__), json.dumps(question)]
         done = subprocess.run(words, capture_output=True, text=True, check=False)
-        if done.returncode or not (place / "answer.json").is_file():
+        if done.returncode or not (scratch / "answer.json").is_file():
             last = (done.stderr.strip().splitlines() or [f"it ended with code {done.returncode}"])[-1]
             raise CheckpointError(f"A fresh process cannot open what was written to {folder}: {last}.")
-        answer: dict[str, Any] = json_files.read(place / "answer.json")
+        answer: dict[str, Any] = json_files.read(scratch / "answer.json")
     return answer
 
 
@@ -281,5 +281,5 @@ def check_figures(
             f"{most_rounded:.0e})."
         )
     kind = str(dtype).removeprefix("torch.")
-    found = f"logits differ by {distance:.1e} of the largest (allowed for {kind}: {most:.0e}){right_loss}"
-    return f"Proved in a fresh process: {found}, no tensor by more than {away:.1e}."
+    summary = f"logits differ by {distance:.1e} of the largest (allowed for {kind}: {most:.0e}){right_loss}"
+    return f"Proved in a fresh process: {summary}, no tensor by more than {away:.1e}."

@@ -90,9 +90,9 @@ def _check_network(config: PretrainedConfig) -> None:
     if config.model_type not in _ARCHITECTURES:
         raise ValueError(f"As GGUF, {', '.join(_ARCHITECTURES)} are written here, and this is {config.model_type}.")
     for key, value in _FIXED.items():
-        found = getattr(config, key, value)
-        if found != value and found is not None:
-            raise ValueError(f"As GGUF, {config.model_type} is written with {key} {value}, and this one has {found}.")
+        actual = getattr(config, key, value)
+        if actual != value and actual is not None:
+            raise ValueError(f"As GGUF, {config.model_type} is written with {key} {value}, and this one has {actual}.")
     kind = _rope(config)["rope_type"]
     if kind not in ("default", "linear", "llama3"):
         raise ValueError(f"As GGUF, positions are written that are scaled as linear or llama3, and these are {kind}.")
@@ -107,15 +107,15 @@ def split_of(tokenizer: Any) -> str:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise ValueError("As GGUF, a model is written with its tokenizer, and this one has none of `tokenizers`.")
-    told = json.loads(backend.to_str())
-    model, normalizer, before = told["model"], told["normalizer"], told["pre_tokenizer"] or {}
+    spec = json.loads(backend.to_str())
+    model, normalizer, before = spec["model"], spec["normalizer"], spec["pre_tokenizer"] or {}
     if model["type"] != "BPE" or model.get("byte_fallback") or model.get("dropout"):
         raise ValueError(f"As GGUF, byte-level BPE is written, and this tokenizer is {model['type']} of another kind.")
     steps = before.get("pretokenizers", [before])
     how = [_step(step) for step in steps]
     last = steps[-1]
     if last.get("type") == "ByteLevel" and not last.get("add_prefix_space") and normalizer in (None, {"type": "NFC"}):
-        name = _SPLITS.get((", ".join(part for part in how if part), bool(model.get("ignore_merges"))))
+        name = _SPLITS.get((", ".join(text for text in how if text), bool(model.get("ignore_merges"))))
         if name is not None:
             return name
     raise ValueError(f"As GGUF, this tokenizer cannot be written: llama.cpp has no name for how it splits ({before}).")
@@ -191,7 +191,7 @@ def _names(config: Any) -> dict[str, str]:
 
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == _ARCHITECTURES[config.model_type])
     known = gguf.get_tensor_name_map(arch, config.num_hidden_layers).mapping
-    return {f"{name}{end}": f"{told}{end}" for name, (_, told) in known.items() for end in (".weight", ".bias")}
+    return {f"{name}{end}": f"{target}{end}" for name, (_, target) in known.items() for end in (".weight", ".bias")}
 
 
 def read_tensors(file: Path, config: PretrainedConfig, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -200,10 +200,10 @@ def read_tensors(file: Path, config: PretrainedConfig, names: Iterable[str]) -> 
 
     known = _names(config)
     back = {known[name]: name for name in names}
-    for found in gguf.GGUFReader(file).tensors:
-        if found.name in back:
-            rows = torch.from_numpy(gguf.dequantize(found.data, found.tensor_type).copy())
-            name = back[found.name]
+    for tensor in gguf.GGUFReader(file).tensors:
+        if tensor.name in back:
+            rows = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy())
+            name = back[tensor.name]
             yield name, _permuted(name, rows, config, _head_dim(config) // 2)
 
 

@@ -54,9 +54,9 @@ def compile_layers(network: nn.Module, layers: set[str]) -> int:
     """
     attention.keep_eager()
     # A backend may have made subclasses of them.
-    found: list[Any] = [
+    modules: list[Any] = [
         module for module in network.modules() if any(c.__name__ in layers for c in type(module).__mro__)
     ]
-    for layer in found:
+    for layer in modules:
         layer.forward = torch.compile(layer.forward)
-    return len(found)
+    return len(modules)

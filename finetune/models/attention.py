@@ -87,10 +87,10 @@ def document_arguments(network: PreTrainedModel | None, batch: Any) -> dict[str,
     ids, window = batch["input_ids"], getattr(network.config.get_text_config(), "sliding_window", None)
     if "position_ids" in batch or (window is not None and window < ids.shape[1]):
         return {}
-    told = {"attention_mask": torch.empty(1, 1, 1, 0, dtype=torch.int32, device=ids.device)}
+    arguments = {"attention_mask": torch.empty(1, 1, 1, 0, dtype=torch.int32, device=ids.device)}
     if _counts_positions(type(network)):  # type: ignore[arg-type]
-        told["position_ids"] = torch.arange(ids.shape[1], device=ids.device)[None].expand_as(ids)
-    return told
+        arguments["position_ids"] = torch.arange(ids.shape[1], device=ids.device)[None].expand_as(ids)
+    return arguments
 
 
 @cache
@@ -133,8 +133,8 @@ def _attend(
         query, key, value = (sequence.gather_rows(x.to(compute_dtype(x)), rows) for x in (query, key, value))
         # What transformers reads of a module, for the heads that are here.
         here: Any = SimpleNamespace(is_causal=True, num_key_value_groups=query.shape[1] // key.shape[1])
-        found, _ = _attend(here, query, key, value, mask[:, :, :1], dropout, scaling, sliding_window, **others)
-        return sequence.exchange(found, rows), None
+        output, _ = _attend(here, query, key, value, mask[:, :, :1], dropout, scaling, sliding_window, **others)
+        return sequence.exchange(output, rows), None
     if mask is not None and mask.dtype == torch.int32:
         cu_seqlens, (num_rows, _, length, _) = mask.view(-1), query.shape
         if query.is_cuda:
@@ -144,10 +144,10 @@ def _attend(
             # One document behind the other: (B T, heads, E).
             heads = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
             if query.is_cuda:
-                found = _by_kernel(heads, cu_seqlens, length, scaling, sliding_window)
+                output = _by_kernel(heads, cu_seqlens, length, scaling, sliding_window)
             else:
-                found = _by_document(heads, cu_seqlens, dropout, scaling, sliding_window)
-            return found.view(num_rows, length, *found.shape[1:]), None
+                output = _by_document(heads, cu_seqlens, dropout, scaling, sliding_window)
+            return output.view(num_rows, length, *output.shape[1:]), None
         # The mask of all pairs, (B, 1, T, T), for what no kernel can do.
         places = torch.arange(num_rows * length, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
         document = torch.searchsorted(cu_seqlens[1:].contiguous(), places, right=True).view(num_rows, 1, length)
@@ -177,14 +177,14 @@ def _by_document(
     """Attends one document after the other; `heads` are queries, keys and values, each (B T, heads, E)."""
     lengths = [heads[0].shape[0]] if _one_document else cu_seqlens.diff().tolist()
     # Split and joined, not cut out: the gradient of a cut is as large as what it was cut from.
-    found = []
+    outputs = []
     for document in zip(*(torch.split(x, lengths) for x in heads), strict=True):
         q, k, v = (x.transpose(0, 1)[None] for x in document)
         mask = _band(q.shape[2], window, q.device) if window is not None and q.shape[2] > window else None
         options: dict[str, Any] = {"attn_mask": mask, "is_causal": mask is None, "enable_gqa": q.shape[1] != k.shape[1]}
         one = functional.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scaling, **options)
-        found.append(one[0].transpose(0, 1))
-    return torch.cat(found)
+        outputs.append(one[0].transpose(0, 1))
+    return torch.cat(outputs)
 
 
 def _by_kernel(
@@ -200,9 +200,9 @@ def _by_kernel(
         options["enable_gqa"] = groups > 1
     elif groups > 1:
         key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
-    found = varlen_attn(query, key, value, cu_seqlens, cu_seqlens, longest, longest, **options)
-    assert isinstance(found, torch.Tensor)
-    return found
+    output = varlen_attn(query, key, value, cu_seqlens, cu_seqlens, longest, longest, **options)
+    assert isinstance(output, torch.Tensor)
+    return output
 
 
 def _band(length: int, window: int, device: torch.device) -> torch.Tensor:

@@ -215,8 +215,8 @@ def _one_pass(
         else:
             weight_gradient += step.copy_(product.t() @ x[chunk])
     given = (hidden, weight, bias)
-    found = (hidden_gradient, weight_gradient, bias_gradient)
-    return loss, [None if f is None or t is None else f.to(t.dtype) for f, t in zip(found, given, strict=True)]
+    gradients = (hidden_gradient, weight_gradient, bias_gradient)
+    return loss, [None if f is None or t is None else f.to(t.dtype) for f, t in zip(gradients, given, strict=True)]
 
 
 def rows_in_cache(rows: int, vocabulary: int, device: str) -> int:

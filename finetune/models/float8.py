@@ -29,9 +29,9 @@ def check_fp8(recipe: Recipe) -> None:
     require_installed("torchao", "model.fp8", extra="fp8")
     if recipe.model.fp8 == "emulated":
         return
-    found = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-    if found is None or found < _CAPABILITY:
-        here = "this machine has no GPU" if found is None else "this GPU's is {}.{}".format(*found)
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    if capability is None or capability < _CAPABILITY:
+        here = "this machine has no GPU" if capability is None else "this GPU's is {}.{}".format(*capability)
         raise RecipeError(
             "model.fp8 is true, which needs a GPU of compute capability {}.{} or above; {}. Set it to false, or to "
             "`emulated`, which computes the same on any device, slower than without fp8.".format(*_CAPABILITY, here)
@@ -71,14 +71,14 @@ def describe_products(network: nn.Module, how: bool | Literal["emulated"]) -> di
     """
     if not how:
         return {}
-    if not (found := len(_converted(network))):
+    if not (count := len(_converted(network))):
         raise RecipeError(
             f"model.fp8: {type(network).__name__} has no linear modules that can compute in fp8: trained `nn.Linear`s, "
             "other than the first and the last, with sides that 16 divides. A custom task has to convert its network "
             "itself (finetune.models.float8.convert). Set model.fp8 to false."
         )
     linear = sum(isinstance(module, nn.Linear) for module in network.modules())
-    return {"products": f"{'emulated ' if how == 'emulated' else ''}fp8 in {found} of {linear} linear modules"}
+    return {"products": f"{'emulated ' if how == 'emulated' else ''}fp8 in {count} of {linear} linear modules"}
 
 
 def _converted(network: nn.Module) -> list[nn.Module]:

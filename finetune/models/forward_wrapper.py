@@ -32,7 +32,7 @@ class ForwardWrapper(nn.Module):
             self._no_split_modules = _units(network, accelerate_private.unsplit_classes(known))
         whole = [m for m in network.modules() if type(m).__name__ in accelerate_private.unsplit_classes(self)]
         # Embeddings inside a unit that is sharded as a whole: accelerate 1.15 would shard them twice.
-        self._inside_units = {id(part) for m in whole for part in m.modules()}
+        self._inside_units = {id(module) for m in whole for module in m.modules()}
 
     def forward(self, function: Callable[..., Any], *args: Any) -> Any:
         """Returns `function(network, *args)`."""
@@ -77,7 +77,7 @@ def _units(network: nn.Module, names: Iterable[str]) -> list[str]:
     for module in network.modules():
         by_name.get(type(module).__name__, []).append(module)
     owners = parameter_owners(network)
-    return [n for n, found in by_name.items() if found and not any(_share_parameters(owners, [m]) for m in found)]
+    return [n for n, modules in by_name.items() if modules and not any(_share_parameters(owners, [m]) for m in modules)]
 
 
 def _share_parameters(owners: Mapping[int, Sequence[nn.Module]], parts: Sequence[nn.Module]) -> bool:

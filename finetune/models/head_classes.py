@@ -59,8 +59,8 @@ def _names(values: dict[str, Any], where: str) -> tuple[str, ...]:
 
 
 def _in_order(names: dict[str, str]) -> tuple[str, ...]:
-    found = tuple(names[str(number)] for number in range(len(names)) if str(number) in names)
-    return found if len(set(found)) == len(names) else ()
+    ordered = tuple(names[str(number)] for number in range(len(names)) if str(number) in names)
+    return ordered if len(set(ordered)) == len(names) else ()
 
 
 def _made_up(names: tuple[str, ...]) -> bool:

@@ -31,8 +31,8 @@ class Head:
         body = network.base_model
         if not self.may_be_new or body is network:
             return []
-        children = [(name, part) for name, part in network.named_children() if part is not body]
-        return [name for name, part in children if any(True for _ in part.parameters())]
+        children = [(name, child) for name, child in network.named_children() if child is not body]
+        return [name for name, child in children if any(True for _ in child.parameters())]
 
     @property
     def auto(self) -> Any:

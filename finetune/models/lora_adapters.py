@@ -95,7 +95,7 @@ def describe_adapters(network: nn.Module) -> str | None:
     parts = [f"{'DoRA' if config.use_dora else 'LoRA'} of rank {config.r} on {count} modules"]
     # peft adds the usual names of a classifier's head to those that it was given.
     names = [f".{name}" for name, _ in network.named_modules()]
-    whole = [said for said in sorted({*(config.modules_to_save or ())}) if any(n.endswith(f".{said}") for n in names)]
+    whole = [key for key in sorted({*(config.modules_to_save or ())}) if any(n.endswith(f".{key}") for n in names)]
     if whole:
         parts.append(f"trained whole: {', '.join(whole)}")
     return ", ".join(parts)
@@ -177,7 +177,7 @@ def open_adapter(network: nn.Module, folder: Path) -> nn.Module:
     file = folder / "adapter_model.safetensors"
     try:
         with safe_open(file, framework="pt") as opened:
-            found = set(opened.keys())
+            stored_keys = set(opened.keys())
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"{file} cannot be read, it is absent, damaged or incomplete ({error}). Copy the adapter again; one that "
@@ -186,7 +186,7 @@ def open_adapter(network: nn.Module, folder: Path) -> nn.Module:
     causes = (OSError, ValueError, RuntimeError, KeyError)
     with CheckpointError.explaining(f"The adapter in {folder} does not fit its base", "", *causes):
         adapted: nn.Module = PeftModel.from_pretrained(network, str(folder))
-    missing = sorted(set(adapter_keys(adapted).values()) - found)
+    missing = sorted(set(adapter_keys(adapted).values()) - stored_keys)
     if missing:
         # By itself peft fills them with random values.
         raise CheckpointError(
@@ -218,23 +218,23 @@ def match_names(
     """
     words = sorted({name.rsplit(".", 1)[-1] for name in names if not name.rsplit(".", 1)[-1].isdecimal()})
     if isinstance(wanted, str):
-        found = [name for name in names if re.fullmatch(wanted, name)]
-        if not found:
+        matches = [name for name in names if re.fullmatch(wanted, name)]
+        if not matches:
             meant = hint(wanted, [also, *(f"[{word}]" for word in words)])
             raise RecipeError(
                 f"{key}: the regular expression '{wanted}' matches none of the {len(names)} {kind}s of "
                 f"{of}{meant or '.'} It is compared with whole names, such as {' and '.join(names[:2])}."
             )
-        return found
-    found = []
+        return matches
+    matches = []
     for word in wanted:
         named = [name for name in names if f".{name}".endswith(f".{word}")]
         if not named:
             raise RecipeError(
                 f"{key}: '{word}' is no {kind} of {of}{hint(word, words) or '.'} Its {kind}s are {', '.join(words)}."
             )
-        found += named
-    return sorted(set(found), key=names.index)
+        matches += named
+    return sorted(set(matches), key=names.index)
 
 
 def _is_adapted(network: nn.Module) -> bool:
@@ -251,7 +251,7 @@ def _choose_modules(
     weights = [getattr(end, "weight", end) for end in both]
     tied, outputs = weights[1] is not None and weights[0] is weights[1], ends[1:]
 
-    modules = {name: part for name, part in network.named_modules() if name and any(True for _ in part.parameters())}
+    modules = {name: child for name, child in network.named_modules() if name and any(True for _ in child.parameters())}
     saved = match_names("lora.save_modules", section.save_modules, list(modules), kind="module", of=kind)
     if tied and any(f"{end}.".startswith(f"{name}.") for name in saved for end in ends):
         # peft's ensure_weight_tying keeps them one weight, but opens no file that holds it once.
@@ -268,26 +268,26 @@ def _choose_modules(
             f"lora: {kind} has no linear modules, which adapters are put beside. Remove the section to train all of it."
         )
     if section.targets == "all-linear":
-        found = [name for name in linear if name not in outputs]
+        targets = [name for name in linear if name not in outputs]
     else:
-        found = match_names("lora.targets", section.targets, linear, kind="linear module", of=kind, also="all-linear")
-    if tied and any(name in outputs for name in found):
+        targets = match_names("lora.targets", section.targets, linear, kind="linear module", of=kind, also="all-linear")
+    if tied and any(name in outputs for name in targets):
         raise RecipeError(
             f"lora.targets: {outputs[0]} and the input embedding of this {kind} are one weight "
             "(tie_word_embeddings), which an adapter for one of them would part. Leave it out."
         )
-    found = [name for name in found if not any(f"{name}.".startswith(f"{whole}.") for whole in saved)]
-    if not found:
+    targets = [name for name in targets if not any(f"{name}.".startswith(f"{whole}.") for whole in saved)]
+    if not targets:
         raise RecipeError(
             f"lora.targets: every linear module that is meant is trained whole already ({', '.join(saved)}). Name "
             "others, or leave some out of lora.save_modules."
         )
     # Not read off the weights, of which a rank may hold shards only.
-    chosen: list[Any] = [network.get_submodule(name) for name in found]
+    chosen: list[Any] = [network.get_submodule(name) for name in targets]
     smallest = min(min(m.nx, m.nf) if hasattr(m, "nx") else min(m.in_features, m.out_features) for m in chosen)
     if section.init == "pissa" and section.rank > smallest:
         raise RecipeError(
             f"lora.rank is {section.rank}, but `pissa` takes singular vectors, of which the smallest of the modules "
             f"has {smallest}. Set lora.rank to at most {smallest}, or another lora.init."
         )
-    return found, saved
+    return targets, saved

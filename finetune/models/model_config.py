@@ -162,8 +162,8 @@ def _padding_before_rows(kind: type[PretrainedConfig]) -> str | None:
         return None
     text = code.read_text(encoding="utf-8")
     table = re.search(r"Embedding\(\s*config\.max_position_embeddings,[^()]*padding_idx=self\.padding_idx", text)
-    found = re.search(r"self\.padding_idx = (config\.pad_token_id|\d+)", text)
-    return found.group(1) if table and found else None
+    padding = re.search(r"self\.padding_idx = (config\.pad_token_id|\d+)", text)
+    return padding.group(1) if table and padding else None
 
 
 def stretch_positions(config: PretrainedConfig, section: RopeScalingSection) -> int:

@@ -72,8 +72,8 @@ class Weights:
     def _tensors(self) -> list[tuple[Path, str]]:
         # Names in files may have the prefix of the base model, or lack it.
         skipped = self.not_weights | {name.partition(".")[2] for name in self.not_weights}
-        found = [(file, name) for file in weight_files(self.folder) for name in _dtypes(file)]
-        return [(f, n) for f, n in found if n not in skipped and n.partition(".")[2] not in self.not_weights]
+        tensors = [(file, name) for file in weight_files(self.folder) for name in _dtypes(file)]
+        return [(f, n) for f, n in tensors if n not in skipped and n.partition(".")[2] not in self.not_weights]
 
 
 def load_pretrained(
@@ -101,7 +101,7 @@ def load_pretrained(
             )
         refuse_adapter(folder)
     try:
-        network, told = auto.from_pretrained(
+        network, loading_info = auto.from_pretrained(
             name,
             config=config,
             revision=revision,
@@ -122,16 +122,16 @@ def load_pretrained(
         if "conversion of the weights" not in str(error) and "loading state_dict" not in str(error):
             raise
         raise _not_whole(folder, _missing_parts(auto, folder, config, options["trust_remote_code"])) from error
-    drawn = _new_head(network, told["missing_keys"]) if new_head else set()
-    missing = sorted(told["missing_keys"] - drawn)
+    drawn = _new_head(network, loading_info["missing_keys"]) if new_head else set()
+    missing = sorted(loading_info["missing_keys"] - drawn)
     if missing:
         raise RecipeError(
             f"{folder} lacks {len(missing)} of the network's tensors: {_some(missing)}. They would be filled with "
             "random values. Take a complete copy of the model, or a config.json that describes what is there."
         )
-    if told["mismatched_keys"]:
-        tensor, there, wanted = min(told["mismatched_keys"])
-        more = len(told["mismatched_keys"]) - 1
+    if loading_info["mismatched_keys"]:
+        tensor, there, wanted = min(loading_info["mismatched_keys"])
+        more = len(loading_info["mismatched_keys"]) - 1
         raise RecipeError(
             f"{folder}: {tensor} has shape {list(there)}, but the network needs {list(wanted)}"
             + (f" ({more} more tensors differ)" if more else "")
@@ -147,7 +147,7 @@ def load_pretrained(
     if pair := untied_tensors(folder, type(config).from_pretrained(folder), type(network)):
         lines.append(f"weights: {pair[0]} and {pair[1]} of {folder} differ, and are trained as two tensors")
     keep_apart(network, folder)
-    left_out = told["unexpected_keys"]
+    left_out = loading_info["unexpected_keys"]
     if left_out:
         lines.append(f"weights: the network does not use {len(left_out)} tensors of {folder}: {_some(left_out)}")
     buffers = {buffer for buffer, _ in network.named_buffers()}
@@ -161,11 +161,11 @@ def check_packed_files(folder: Path) -> Weights:
         RecipeError: If a file cannot be read, or a quantized weight lacks one of its parts.
     """
     refuse_adapter(folder)
-    found = [name for file in weight_files(folder) for name in _dtypes(file)]
-    if missing := _incomplete(found):
+    names = [name for file in weight_files(folder) for name in _dtypes(file)]
+    if missing := _incomplete(names):
         raise _not_whole(folder, missing)
     # Several numbers in one of the type that they are stored as, which may look like NaN.
-    packed = {f"{owner}.weight" for owner, _, part in (name.partition(".weight.") for name in found) if part}
+    packed = {f"{owner}.weight" for owner, _, state in (name.partition(".weight.") for name in names) if state}
     return Weights(folder, (), frozenset(packed))
 
 
@@ -193,8 +193,8 @@ def stored_dtype(folder: Path) -> torch.dtype:
     Raises:
         RecipeError: If a file cannot be read.
     """
-    found = {dtype for file in weight_files(folder) for dtype in _dtypes(file).values()}
-    return next((dtype for name, dtype in _FLOATS.items() if name in found), torch.float32)
+    dtypes = {dtype for file in weight_files(folder) for dtype in _dtypes(file).values()}
+    return next((dtype for name, dtype in _FLOATS.items() if name in dtypes), torch.float32)
 
 
 def weights_folder(name: str, revision: str | None) -> Path:
@@ -216,22 +216,22 @@ def files_beside(recipe: Recipe) -> dict[str, bytes]:
     in reach are left out.
     """
     model, tokenizer = recipe.model, recipe.tokenizer
-    found: dict[str, bytes] = {}
+    contents: dict[str, bytes] = {}
 
     def read(file: str, section: ModelSection | TokenizerSection) -> str:
         with suppress(OSError, ValueError):
             if section.name is not None:
-                found[file] = Path(str(cached_file(section.name, file, revision=section.revision))).read_bytes()
-        return found.get(file, b"").decode(errors="replace")
+                contents[file] = Path(str(cached_file(section.name, file, revision=section.revision))).read_bytes()
+        return contents.get(file, b"").decode(errors="replace")
 
     for file in _VOCABULARIES if tokenizer.vocab_size is None else ():
         read(file, tokenizer if tokenizer.name else model)
     texts = [read(file, model) for file in (("config.json", *_PROCESSORS) if recipe.lora is None else _PROCESSORS)]
     while texts and model.trust_remote_code:
         files = {f"{''.join(names)}.py" for names in re.findall(_MODULES, texts.pop())}
-        texts += [read(file, model) for file in files - found.keys()]
-    found.pop("config.json", None)
-    return found
+        texts += [read(file, model) for file in files - contents.keys()]
+    contents.pop("config.json", None)
+    return contents
 
 
 def write_beside(folder: Path, files: Mapping[str, bytes]) -> None:
@@ -265,15 +265,15 @@ def keep_apart(network: PreTrainedModel, folder: Path) -> None:
 
 def _untied_pairs(folder: Path, config: PretrainedConfig, network_class: Any) -> Iterator[tuple[str, tuple[str, str]]]:
     """Yields the name of a tied tensor in the network, with two names in the files, where what they hold differs."""
-    if not any(getattr(part, "tie_word_embeddings", False) for part in (config, config.get_text_config())):
+    if not any(getattr(settings, "tie_word_embeddings", False) for settings in (config, config.get_text_config())):
         return
     places = {name: file for file in weight_files(folder) for name in _dtypes(file)}
     for pair in tied_names(network_class).items():
         # Names in files may have another prefix than those of the network.
         short = [".".join(key.split(".")[-2:]) for key in pair]
-        found = [[name for name in places if f".{name}".endswith(f".{key}")] for key in short]
-        if all(len(names) == 1 for names in found):
-            (one,), (other,) = found
+        matches = [[name for name in places if f".{name}".endswith(f".{key}")] for key in short]
+        if all(len(names) == 1 for names in matches):
+            (one,), (other,) = matches
             if not torch.equal(_read(places[one], one), _read(places[other], other)):
                 yield pair[0], (one, other)
 
@@ -307,7 +307,7 @@ def as_written(network: PreTrainedModel, state: dict[str, torch.Tensor]) -> dict
 def written_one_by_one(network: PreTrainedModel) -> bool:
     """True if each tensor that `save_pretrained` writes is made of a single one of the network's."""
     alone = (as_written(network, {name: t.to("meta")}) for name, t in network.state_dict().items())
-    pairs, whole = [(name, tuple(t.shape)) for part in alone for name, t in part.items()], written_shapes(network)
+    pairs, whole = [(name, tuple(t.shape)) for saved in alone for name, t in saved.items()], written_shapes(network)
     return len(pairs) == len(whole) and dict(pairs) == whole
 
 
@@ -346,21 +346,21 @@ def added_modules(network: Any, section: ModelSection, head: Head) -> list[str]:
     added = head.modules_beside_body(network)
     if not added or section.name is None:
         return added
-    found = [name for file in weight_files(weights_folder(section.name, section.revision)) for name in _dtypes(file)]
+    stored = [name for file in weight_files(weights_folder(section.name, section.revision)) for name in _dtypes(file)]
     poolers = [name for name, _ in network.base_model.named_modules() if name.rpartition(".")[2] == "pooler"]
-    absent = [name for name in poolers if not any(f".{name}." in f".{tensor}" for tensor in found)]
-    return added + [f"{network.base_model_prefix}.{name}" for name in absent if found]
+    absent = [name for name in poolers if not any(f".{name}." in f".{tensor}" for tensor in stored)]
+    return added + [f"{network.base_model_prefix}.{name}" for name in absent if stored]
 
 
 def _missing_parts(auto: Any, folder: Path, config: Any, trusted: bool) -> list[str]:
     """Names the absent tensors of those that a network holds packed, or several as one."""
-    found = [name for file in weight_files(folder) for name in _dtypes(file)]
+    stored = [name for file in weight_files(folder) for name in _dtypes(file)]
     if getattr(config, "quantization_config", None) is not None:
-        return _incomplete(found)
+        return _incomplete(stored)
     with torch.device("meta"):
         network = auto.from_config(config, trust_remote_code=trusted)
     # Either the names that are computed with, or those that `save_pretrained` writes.
-    known = {*found, *network.all_tied_weights_keys}
+    known = {*stored, *network.all_tied_weights_keys}
     needed = (set(network.state_dict()), set(written_shapes(network)))
     return sorted(min((names - known for names in needed), key=len))
 
@@ -377,11 +377,11 @@ def _incomplete(found: Iterable[str]) -> list[str]:
     """
     parts: dict[str, set[str]] = defaultdict(set)
     for name in found:
-        owner, _, part = name.partition(".weight.")
-        parts[owner if part else name.removesuffix(".weight")].add(part)
+        owner, _, state = name.partition(".weight.")
+        parts[owner if state else name.removesuffix(".weight")].add(state)
     packed = {owner: own for owner, own in parts.items() if len(own) > 1}
     every = set().union(*packed.values())
-    return sorted(f"{owner}.weight.{part}".removesuffix(".") for owner, own in packed.items() for part in every - own)
+    return sorted(f"{owner}.weight.{state}".removesuffix(".") for owner, own in packed.items() for state in every - own)
 
 
 def refuse_adapter(folder: Path) -> None:
@@ -400,8 +400,8 @@ def _dtypes(file: Path) -> dict[str, str]:
         with safe_open(file, framework="pt") as opened:
             return {name: opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118 - no mapping
     except (OSError, SafetensorError) as error:
-        if isinstance(error, SafetensorError) and (found := format_of(file)):
-            raise RecipeError(f"{file} is {found.name}, and holds no weights. {found.advice}") from error
+        if isinstance(error, SafetensorError) and (file_format := format_of(file)):
+            raise RecipeError(f"{file} is {file_format.name}, and holds no weights. {file_format.advice}") from error
         raise RecipeError(
             f"{file} cannot be read, it is damaged or incomplete ({error}). Copy or download it again."
         ) from error

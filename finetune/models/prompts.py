@@ -106,10 +106,10 @@ def read_stop_tokens(folder: Path) -> list[int]:
 
 def check_stop_tokens(folder: Path, ends: Sequence[int], tokenizer: Any) -> None:
     """Raises a `CheckpointError` unless the generation config in a folder stops at these tokens, and at no other."""
-    found = read_stop_tokens(folder)
-    if set(found) != set(ends):
+    stops = read_stop_tokens(folder)
+    if set(stops) != set(ends):
         raise CheckpointError(
-            f"{folder / 'generation_config.json'} stops at {_named(tokenizer, found)}, but texts end at "
+            f"{folder / 'generation_config.json'} stops at {_named(tokenizer, stops)}, but texts end at "
             f"{_named(tokenizer, ends)}: generation would not stop, or too early. Set eos_token_id to {list(ends)}."
         )
 

@@ -124,10 +124,10 @@ def _loss_parameters(network: nn.Module, inner: PreTrainedModel) -> set[int]:
     They are those of the head, and of the embedding if that shares some; none if other modules hold one of them.
     """
     embedding, head = (set() if m is None else set(map(id, m.parameters())) for m in embeddings_and_head(inner))
-    found = head | embedding if head & embedding else head
-    inside = {id(part) for m in embeddings_and_head(inner) if m is not None for part in m.modules()}
+    ids = head | embedding if head & embedding else head
+    inside = {id(submodule) for m in embeddings_and_head(inner) if m is not None for submodule in m.modules()}
     outside = [module for module in network.modules() if id(module) not in inside]
-    return set() if any(id(p) in found for m in outside for p in m.parameters(recurse=False)) else found
+    return set() if any(id(p) in ids for m in outside for p in m.parameters(recurse=False)) else ids
 
 
 def _plan(network: nn.Module) -> tuple[PreTrainedModel, dict[str, str]]:

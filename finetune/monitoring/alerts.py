@@ -96,10 +96,10 @@ def warn_unsent(event: Event, problem: str) -> None:
 
 def _send(alert: str, event: Event, text: str, facts: dict[str, Any]) -> None:
     host = socket.gethostname()
-    said = f"{facts.get('run', 'a run')} on {host}: {event.replace('_', ' ')}. {' '.join(text.split())}"[:_LONGEST]
+    message = f"{facts.get('run', 'a run')} on {host}: {event.replace('_', ' ')}. {' '.join(text.split())}"[:_LONGEST]
     figures = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in facts.items()}
     # Slack, Mattermost and Rocket.Chat read `text`, and Discord reads `content`.
-    body = json.dumps({**figures, "event": event, "host": host, "text": said, "content": said}, default=str)
+    body = json.dumps({**figures, "event": event, "host": host, "text": message, "content": message}, default=str)
     try:
         if (url := _webhook(alert, os.environ)) is not None:
             # Discord refuses the name that Python gives itself.
@@ -107,8 +107,8 @@ def _send(alert: str, event: Event, text: str, facts: dict[str, Any]) -> None:
             request = urllib.request.Request(url, body.encode(), headers)
             urllib.request.build_opener(_NoRedirects).open(request, timeout=_TIMEOUT_S).close()
         else:
-            told = {"FINETUNE_EVENT": event, "FINETUNE_TEXT": said, "FINETUNE_RUN": str(facts.get("run", ""))}
-            _run_command(shlex.split(alert), body, told)
+            variables = {"FINETUNE_EVENT": event, "FINETUNE_TEXT": message, "FINETUNE_RUN": str(facts.get("run", ""))}
+            _run_command(shlex.split(alert), body, variables)
     except urllib.error.HTTPError as error:
         warn_unsent(event, f"the webhook answers {error.code} {error.reason}")
     except (OSError, RecipeError) as error:
@@ -155,10 +155,10 @@ def _run_command(words: list[str], body: str, told: dict[str, str]) -> None:
         start_new_session=True,  # Ctrl-C, of which it may tell, does not end it
     ) as process:
         try:
-            said = process.communicate(body, timeout=_TIMEOUT_S)[1].strip()
+            stderr = process.communicate(body, timeout=_TIMEOUT_S)[1].strip()
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             raise TimeoutError(f"{words[0]} has not ended within {_TIMEOUT_S:g} s") from None
     if process.returncode:
-        last = f": {said.splitlines()[-1]}" if said else ""
+        last = f": {stderr.splitlines()[-1]}" if stderr else ""
         raise OSError(f"{words[0]} ended with exit code {process.returncode}{last}")

@@ -23,10 +23,10 @@ def explain_out_of_memory(error: BaseException, *, building: bool = False) -> Me
     # Beside a GPU the host's memory may run out, too.
     of_host = isinstance(error, MemoryError) or "can't allocate memory" in text
     if torch.cuda.is_available() and not of_host:
-        held, most, place = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated(), "device"
+        held, most, owner = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated(), "device"
         free, total = torch.cuda.mem_get_info()
     else:
-        machine, place = psutil.virtual_memory(), "machine"
+        machine, owner = psutil.virtual_memory(), "machine"
         held, most = psutil.Process().memory_info().rss, peak_bytes()
         free, total = machine.available, machine.total
     gib = [f"{number / 2**30:.2f}" for number in (held, most, total, free)]
@@ -36,9 +36,9 @@ def explain_out_of_memory(error: BaseException, *, building: bool = False) -> Me
         else "Lower batch.micro_size (the global batch stays), set model.gradient_checkpointing: true, lower "
         "data.sequence_length, train adapters (lora)"
     )
-    rank, said = os.environ.get("RANK", "0"), " ".join(text.split())[:300]
+    rank, reason = os.environ.get("RANK", "0"), " ".join(text.split())[:300]
     return MemoryFullError(
-        f"Out of memory on rank {rank}: {said} Held by this process: {gib[0]} GiB, at most {gib[1]}; of the "
-        f"{place}'s {gib[2]} GiB {gib[3]} are free. {change}, or take a launch file of accelerate_configs/ that shards "
+        f"Out of memory on rank {rank}: {reason} Held by this process: {gib[0]} GiB, at most {gib[1]}; of the "
+        f"{owner}'s {gib[2]} GiB {gib[3]} are free. {change}, or take a launch file of accelerate_configs/ that shards "
         "or offloads more."
     )

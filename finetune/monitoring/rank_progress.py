@@ -74,7 +74,7 @@ class OwnWork:
         """Returns the work of one step, as the mean since then."""
         steps = self.steps - before.steps
         parts = (self.seconds - before.seconds, self.data_s - before.data_s, self.busy_s - before.busy_s)
-        return OwnWork(steps, *(part / max(steps, 1) for part in parts))
+        return OwnWork(steps, *(total / max(steps, 1) for total in parts))
 
 
 @dataclass(frozen=True)
@@ -116,27 +116,27 @@ def stall_text(answers: Sequence[Position], silent: Mapping[str, Position | None
     usual = f"; a step usually takes {usual_s:.2g} s" if usual_s else ""
     waited = f"has come further for {min(at.for_s for at in answers):.0f} s{usual}"
     if silent:
-        where = " and ".join(place if at is None else f"{place} (last seen {at})" for place, at in silent.items())
+        where = " and ".join(rank if at is None else f"{rank} (last seen {at})" for rank, at in silent.items())
         why = "stopped by a signal, or held by code that lets no other thread of Python run"
-        found = f"No rank {waited}. No answer comes from {where}, which {'is' if len(silent) == 1 else 'are'} {why}."
-        found += f" Others are {first}."
+        verdict = f"No rank {waited}. No answer comes from {where}, which {'is' if len(silent) == 1 else 'are'} {why}."
+        verdict += f" Others are {first}."
     elif _order(last) < _order(first):
         alike = [at.place for at in answers if _order(at) == _order(last)]
-        found = (
+        verdict = (
             f"No rank {waited}. Behind is {' and '.join(alike)}, for {last.for_s:.0f} s: {last}. Others are {first}."
         )
     elif len(kinds := {at.collective: at for at in answers}) > 1:
         at_each = (
             f"{' and '.join(at.place for at in answers if at.collective == kind)} {one}" for kind, one in kinds.items()
         )
-        found = f"No rank {waited}. Ranks are at one point, but not in one collective: {'; '.join(at_each)}. "
-        found += "Code that some of them run and others do not, or tensors of other sizes, may have led there."
+        verdict = f"No rank {waited}. Ranks are at one point, but not in one collective: {'; '.join(at_each)}. "
+        verdict += "Code that some of them run and others do not, or tensors of other sizes, may have led there."
     elif len(answers) > 1:
-        found = f"No rank {waited}. All are {first}. The network between them may be broken."
+        verdict = f"No rank {waited}. All are {first}. The network between them may be broken."
     else:
-        found = f"This run has not come further for {first.for_s:.0f} s{usual}. It is {first}."
+        verdict = f"This run has not come further for {first.for_s:.0f} s{usual}. It is {first}."
     return (
-        f"{found} Python stacks and last collectives of each rank are in {folder}. All ranks end; the same command "
+        f"{verdict} Python stacks and last collectives of each rank are in {folder}. All ranks end; the same command "
         "resumes from the last checkpoint. If this was no fault, raise guard.stall_s."
     )
 
@@ -147,13 +147,13 @@ def read_ranks(directory: Path) -> str | None:
     A file that cannot be read says nothing.
     """
     try:
-        found = json_files.read(
+        report = json_files.read(
             directory / RANKS, {"ranks": [_SHAPE], "behind": (str, type(None))}, ("ranks", "behind")
         )
-        last = min((Position(**at) for at in found["ranks"]), key=_order)
+        last = min((Position(**at) for at in report["ranks"]), key=_order)
     except (OSError, ValueError, TypeError):
         return None
-    behind: str | None = found["behind"]
+    behind: str | None = report["behind"]
     return f"{last.place} is {last}, for {last.for_s:.0f} s" if last.for_s > _LONG_S else behind
 
 

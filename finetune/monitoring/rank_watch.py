@@ -156,10 +156,10 @@ class RankWatch:
     def _position(self, *, fully: bool = False) -> Position:
         """Returns where this rank is; `fully` with its line of code and its last collective."""
         step, phase, marks, since = self._at
-        found = (0, "", "")
+        details = (0, "", "")
         if fully:
-            found = (*torch_private.last_collective(torch_private.recorded_collectives()), _line_of(self._main))
-        return Position(self._place, step, phase, marks, time.monotonic() - since, *found)
+            details = (*torch_private.last_collective(torch_private.recorded_collectives()), _line_of(self._main))
+        return Position(self._place, step, phase, marks, time.monotonic() - since, *details)
 
     def stands_still(self) -> str | None:
         """Returns where this rank is if it has come no further for longer than Ctrl-C waits for it; else None.
@@ -224,10 +224,10 @@ class RankWatch:
         if now - self._looked < _COMPARED_S:
             return
         self._looked = now
-        found = notes.read([f"{self._name}/at/{rank}" for rank in range(self._world_size)])
-        if len(found) < self._world_size:
+        positions = notes.read([f"{self._name}/at/{rank}" for rank in range(self._world_size)])
+        if len(positions) < self._world_size:
             return
-        ranks, works = list(found.values()), [OwnWork(**at["work"]) for at in found.values()]
+        ranks, works = list(positions.values()), [OwnWork(**at["work"]) for at in positions.values()]
         steps = [work.since(before) for work, before in zip(works, self._compared or works, strict=True)]
         if self._compared is None or min(step.steps for step in steps) >= _COMPARED_STEPS:
             if self._compared is not None and self._guard.straggler is not None:
@@ -324,15 +324,15 @@ def _stall_folder() -> str:
 def _line_of(thread: threading.Thread) -> str:
     """Returns the innermost line that a thread is at in code that is no library's, or in any."""
     frame = innermost = sys._current_frames().get(thread.ident or 0)
-    while frame is not None and any(part in frame.f_code.co_filename for part in _LIBRARIES):
+    while frame is not None and any(library in frame.f_code.co_filename for library in _LIBRARIES):
         frame = frame.f_back
-    found = frame or innermost
-    return "" if found is None else f"{found.f_code.co_filename}:{found.f_lineno} ({found.f_code.co_name})"
+    chosen = frame or innermost
+    return "" if chosen is None else f"{chosen.f_code.co_filename}:{chosen.f_lineno} ({chosen.f_code.co_name})"
 
 
 def _wait_for(notes: RankNotes, names: Sequence[str], limit_s: float) -> dict[str, Any]:
     """Returns those of some notes that come within a time."""
     end = time.monotonic() + limit_s
-    while len(found := notes.read(names)) < len(names) and time.monotonic() < end:
+    while len(received := notes.read(names)) < len(names) and time.monotonic() < end:
         time.sleep(0.1)
-    return found
+    return received

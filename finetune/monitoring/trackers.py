@@ -179,8 +179,8 @@ def add_samples(line: dict[str, Any], samples: Iterable[dict[str, Any]]) -> dict
     """
     for sample in samples:
         gpus = {f"gpu/{number}/": gpu for number, gpu in enumerate(sample.get("gpus", ()))}
-        for place, part in {"": sample, **gpus}.items():
-            line = line | {f"machine/{sample['machine']}/{place}{key}": value for key, value in _numbers(part).items()}
+        for prefix, data in {"": sample, **gpus}.items():
+            line = line | {f"machine/{sample['machine']}/{prefix}{key}": value for key, value in _numbers(data).items()}
     return line
 
 

@@ -80,9 +80,9 @@ def check_optimizer(optim: OptimSection, *, cut: bool, flat: bool) -> None:
     Raises:
         RecipeError: If there is no such optimiser, or it cannot run here.
     """
-    name, fused, found = optim.name, bool(optim.args.get("fused")), _find(optim.name)
+    name, fused, optimizer_class = optim.name, bool(optim.args.get("fused")), _find(optim.name)
     launch = "on one process or with accelerate_configs/ddp.yaml"
-    if found.__module__.startswith("bitsandbytes"):
+    if optimizer_class.__module__.startswith("bitsandbytes"):
         if cut:
             raise RecipeError(
                 f"optim.name: {name} of bitsandbytes keeps its state in blocks of whole tensors, which this launch "
@@ -99,10 +99,10 @@ def check_optimizer(optim: OptimSection, *, cut: bool, flat: bool) -> None:
         return
     # A class that says `needs_whole_tensors` is believed; of any other, a trial shows what it does. The trial is
     # made under every launch, since it also refuses what cannot take a step at all.
-    alone = found in (getattr(torch.optim, known) for known in ELEMENTWISE) or (
-        not getattr(found, "needs_whole_tensors", False) and _trials_agree(optim)
+    alone = optimizer_class in (getattr(torch.optim, known) for known in ELEMENTWISE) or (
+        not getattr(optimizer_class, "needs_whole_tensors", False) and _trials_agree(optim)
     )
-    if not cut or (not flat and getattr(found, "reads_dtensors", False)):
+    if not cut or (not flat and getattr(optimizer_class, "reads_dtensors", False)):
         return
     if not alone:
         others = "AdamW" if flat else "AdamW (or LARS or LAMB, which add norms up over processes)"
@@ -188,10 +188,10 @@ def _arguments(optim: OptimSection, lr: float) -> dict[str, Any]:
 
 def _find(name: str) -> Callable[..., Optimizer]:
     if ":" in name:
-        found = import_object(name, "optim.name")
+        optimizer_class = import_object(name, "optim.name")
     else:
-        found = getattr(torch.optim, name, None) or _OWN.get(name) or _of_bitsandbytes().get(name)
-    if not (isinstance(found, type) and issubclass(found, Optimizer)):
+        optimizer_class = getattr(torch.optim, name, None) or _OWN.get(name) or _of_bitsandbytes().get(name)
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         if "8bit" in name or name.startswith("Paged"):
             require_installed("bitsandbytes", f"optim.name {name}")
         offered, more = _classes(torch.optim), _of_bitsandbytes()
@@ -200,7 +200,7 @@ def _find(name: str) -> Callable[..., Optimizer]:
             f"{', '.join(sorted(offered))}; finetune has {', '.join(_OWN)}; bitsandbytes has "
             f"{', '.join(sorted(more)) or 'some, once it is installed'}; your own is named package.module:Class."
         )
-    return found
+    return optimizer_class
 
 
 def _of_bitsandbytes() -> dict[str, type]:
@@ -213,8 +213,8 @@ def _of_bitsandbytes() -> dict[str, type]:
 
 
 def _classes(module: Any) -> dict[str, type]:
-    found = {name: c for name, c in vars(module).items() if isinstance(c, type)}
-    return {n: c for n, c in found.items() if issubclass(c, Optimizer) and n != "Optimizer"}
+    classes = {name: c for name, c in vars(module).items() if isinstance(c, type)}
+    return {n: c for n, c in classes.items() if issubclass(c, Optimizer) and n != "Optimizer"}
 
 
 # LARS and LAMB scale the step of each tensor by that tensor's norms. The norms are those of whole tensors. Where they
@@ -304,17 +304,17 @@ def _open_step(optimizer: Optimizer) -> tuple[torch.Tensor, list[tuple[Any, dict
         1 on the device if the step is to be taken, else 0; and the parameters that have gradients, with their groups.
     """
     taken = [(p, group) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    found, scale = getattr(optimizer, "found_inf", None), getattr(optimizer, "grad_scale", None)
+    found_inf, scale = getattr(optimizer, "found_inf", None), getattr(optimizer, "grad_scale", None)
     device = local(taken[0][0]).device if taken else None
     go = torch.ones((), device=device)
-    if found is not None:
+    if found_inf is not None:
         # Weights may rest on the host while the norm is on the device.
-        go = (found == 0).to(device, torch.float32).reshape(())
+        go = (found_inf == 0).to(device, torch.float32).reshape(())
     for p, _ in taken:
         gradient = local(p.grad)
         if scale is not None:
             gradient.div_(scale)
-        if found is not None:
+        if found_inf is not None:
             gradient.copy_(torch.where(go > 0, gradient, 0.0))
     return go, taken
 
@@ -324,7 +324,7 @@ def _norms(parameters: Sequence[Any]) -> Iterator[tuple[torch.Tensor, torch.Tens
     shared: dict[tuple[Any, ...], list[Any]] = {}
     for p in parameters:
         shared.setdefault(_groups(p), []).append(p)
-    found: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
+    norms: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
     for groups, alike in shared.items():
         squares = torch.stack([local(tensor).norm() for p in alike for tensor in (p, p.grad)]).square_()
         if groups:
@@ -332,8 +332,8 @@ def _norms(parameters: Sequence[Any]) -> Iterator[tuple[torch.Tensor, torch.Tens
             for group in groups:
                 distributed.all_reduce(there, group=group)
             squares = there.to(squares.device)
-        found |= dict(zip(alike, squares.sqrt_().view(-1, 2).unbind(), strict=True))
-    return (found[p] for p in parameters)
+        norms |= dict(zip(alike, squares.sqrt_().view(-1, 2).unbind(), strict=True))
+    return (norms[p] for p in parameters)
 
 
 def _groups(tensor: Any) -> tuple[Any, ...]:
@@ -341,7 +341,7 @@ def _groups(tensor: Any) -> tuple[Any, ...]:
     if not hasattr(tensor, "device_mesh"):
         return ()
     places = enumerate(tensor.placements)
-    return tuple(tensor.device_mesh.get_group(index) for index, place in places if place.is_shard())
+    return tuple(tensor.device_mesh.get_group(index) for index, placement in places if placement.is_shard())
 
 
 def _where_scaled(p: nn.Parameter, one: torch.Tensor, other: torch.Tensor, ratio: torch.Tensor) -> torch.Tensor:

@@ -226,17 +226,17 @@ def _adapted(variant: Variant, s: Shape, c: int) -> int:
 
     Source: peft's `DoraLinearLayer.forward`: the frozen module's output and the adapter's are both factors.
     """
-    section, found = variant.recipe.lora, 0
+    section, kept = variant.recipe.lora, 0
     if section is None:
         return 0
     if section.dropout:
-        inputs = found = sum(inputs for inputs, _ in variant.adapted) // s.layers
+        inputs = kept = sum(inputs for inputs, _ in variant.adapted) // s.layers
         if c == 4:
             # Without it, modules that are given the same keep it once.
-            found += 4 * max(0, inputs - 2 * s.h - s.a * s.d - s.f)
+            kept += 4 * max(0, inputs - 2 * s.h - s.a * s.d - s.f)
     if section.dora:
-        found += 2 * c * sum(outputs for _, outputs in variant.adapted) // s.layers
-    return found
+        kept += 2 * c * sum(outputs for _, outputs in variant.adapted) // s.layers
+    return kept
 
 
 def _norms_of_dora(variant: Variant, c: int) -> int:

@@ -136,11 +136,11 @@ def state_memory(share: Share, state_bytes: float) -> Memory:
 
 def resting_places(launch: Launch, share: Share, memory: Memory) -> dict[str, int]:
     """Returns where that rests: bytes on the device, in host memory and on disk."""
-    found = {"none": 0, "cpu": 0, "nvme": 0}
-    found[launch.offload_params] += memory.frozen + memory.trained - share.masters
-    found[launch.offload_optimizer] += memory.optimizer + share.masters
-    found[share.gradients_rest] += memory.gradients
-    return {"device": found["none"], "host": found["cpu"], "disk": found["nvme"]}
+    sizes = {"none": 0, "cpu": 0, "nvme": 0}
+    sizes[launch.offload_params] += memory.frozen + memory.trained - share.masters
+    sizes[launch.offload_optimizer] += memory.optimizer + share.masters
+    sizes[share.gradients_rest] += memory.gradients
+    return {"device": sizes["none"], "host": sizes["cpu"], "disk": sizes["nvme"]}
 
 
 def peak_memory(
@@ -158,10 +158,10 @@ def peak_memory(
         Bytes by what they are for; and True if activations are counted, which takes a transformer.
     """
     data = variant.recipe.data
-    part = data.model_copy(update={"sequence_length": data.sequence_length // launch.sequence})
-    rows = replace(variant, recipe=variant.recipe.model_copy(update={"data": part}))
+    rank_data = data.model_copy(update={"sequence_length": data.sequence_length // launch.sequence})
+    rows = replace(variant, recipe=variant.recipe.model_copy(update={"data": rank_data}))
     counted = predict_activations(rows, setting, whole=share.keeps_inputs, device=device)
-    found = counted or Activations()
+    sizes = counted or Activations()
     weights = (memory.frozen + memory.trained - share.masters) * (launch.offload_params == "none")
     weights += share.masters * (launch.offload_optimizer == "none")
     optimizer = memory.optimizer * (launch.offload_optimizer == "none")
@@ -169,16 +169,16 @@ def peak_memory(
     resting = added if accumulation > 1 or share.gradients_from == "step" else 0
     early = resting if share.gradients_from == "layers" else added
     forward, loss, loss_gradient, backward, end = _copies(launch, variant, share, setting)
-    gathered, with_head = share.gathered, found.kept + found.norm_and_head
-    again, in_flight = found.layer * setting.checkpointed, share.buckets + share.in_flight
+    gathered, with_head = share.gathered, sizes.kept + sizes.norm_and_head
+    again, in_flight = sizes.layer * setting.checkpointed, share.buckets + share.in_flight
     changing = ("gradients", "activations", "loss", "copies", "gathered", "buckets")
     moments = [
-        (resting, found.kept + found.working, 0, forward, gathered.forward, share.buckets),
-        (resting, with_head, found.loss, loss, gathered.loss, share.buckets),
-        (resting, with_head, found.loss_gradient, loss_gradient, gathered.loss_gradient, share.buckets),
+        (resting, sizes.kept + sizes.working, 0, forward, gathered.forward, share.buckets),
+        (resting, with_head, sizes.loss, loss, gathered.loss, share.buckets),
+        (resting, with_head, sizes.loss_gradient, loss_gradient, gathered.loss_gradient, share.buckets),
         # The last layer runs backwards; then the first.
-        (early, found.kept + again + found.working, 0, backward, gathered.backward, in_flight),
-        (added, found.layer, 0, end, gathered.backward, in_flight),
+        (early, sizes.kept + again + sizes.working, 0, backward, gathered.backward, in_flight),
+        (added, sizes.layer, 0, end, gathered.backward, in_flight),
     ]
     fullest = dict(zip(changing, max(moments, key=sum), strict=True))
     return {"weights": weights, "optimizer": optimizer, **fullest}, counted is not None

@@ -84,8 +84,8 @@ def part_of(variant: Variant, size: int) -> Variant:
     # The scales of what is split are no longer quantized themselves.
     double, packed = variant.recipe.model.double_quantization, [p.packed for p in specs.params if p.packed and p.split]
     more = sum(_scales(count // size, double=False) - _scales(count, double=double) for count in packed)
-    part = replace(specs, params=tuple(p.part(size) for p in specs.params), rest=specs.rest + more)
-    return replace(variant, specs=part, parts=size)
+    split_specs = replace(specs, params=tuple(p.part(size) for p in specs.params), rest=specs.rest + more)
+    return replace(variant, specs=split_specs, parts=size)
 
 
 def read_variants(recipe: Recipe, stored: str | None = None, kinds: Sequence[str] = KINDS) -> dict[str, Variant | str]:
@@ -99,7 +99,7 @@ def read_variants(recipe: Recipe, stored: str | None = None, kinds: Sequence[str
         RecipeError: If the network cannot be built without weights.
     """
     recipe = with_vocabulary_size(recipe)
-    found: dict[str, Variant | str] = {}
+    variants: dict[str, Variant | str] = {}
     ways = {kind: as_kind(recipe, kind) for kind in kinds}
     # QLoRA's network is LoRA's, packed: attaching adapters is most of the work of a plan.
     packed_later = None
@@ -111,13 +111,13 @@ def read_variants(recipe: Recipe, stored: str | None = None, kinds: Sequence[str
             network, packable = adapted or build_skeleton(wanted, stored, packed_later if kind == "LoRA" else None)
             quantized = wanted.model.quantization is not None
             scales = sum(pack_linear(module, wanted, shape) for module, shape in packable) if quantized else 0
-            found[kind] = _read_variant(network, kind, wanted, scales)
+            variants[kind] = _read_variant(network, kind, wanted, scales)
             adapted = (network, packable) if kind == "LoRA" and packable else None
         except RecipeError as error:
             if kind == kind_of(recipe):
                 raise
-            found[kind] = str(error)
-    return found
+            variants[kind] = str(error)
+    return variants
 
 
 def kind_of(recipe: Recipe) -> str:

@@ -25,9 +25,9 @@ def print_plan(plan: Plan, console: Console, *, energy: bool = False) -> None:
     """Prints a plan: what fits, where the memory goes, what to launch, and what it takes."""
     machines, gpu, own = plan.machines, plan.machines.gpu, plan.variants[plan.kind]
     assert isinstance(own, Variant)
-    said = plan.recipe.model.name or f"{(plan.recipe.model.config or {}).get('model_type', plan.recipe.task.name)}"
+    title = plan.recipe.model.name or f"{(plan.recipe.model.config or {}).get('model_type', plan.recipe.task.name)}"
     console.print(
-        f"{said}: {own.parameters:,} parameters, {own.trained:,} trained ({own.adapters or plan.kind}); "
+        f"{title}: {own.parameters:,} parameters, {own.trained:,} trained ({own.adapters or plan.kind}); "
         f"{machines.nodes} x {machines.gpus} {gpu.name}, {gpu.memory_gib:.4g} GiB each"
     )
     if machines.assumed is not None:
@@ -80,10 +80,10 @@ def print_plan(plan: Plan, console: Console, *, energy: bool = False) -> None:
 
 def _by_reason(reasons: Iterable[tuple[str, str]]) -> Iterable[tuple[str, str]]:
     """Yields each reason once, with the names that have it; an empty reason is none."""
-    found: dict[str, list[str]] = {}
+    by_reason: dict[str, list[str]] = {}
     for reason, name in reasons:
-        found.setdefault(reason, []).append(name)
-    return ((reason, ", ".join(names)) for reason, names in found.items() if reason)
+        by_reason.setdefault(reason, []).append(name)
+    return ((reason, ", ".join(names)) for reason, names in by_reason.items() if reason)
 
 
 def _cell(candidate: Candidate, unit: str) -> Text:
@@ -113,12 +113,12 @@ def _by_cost(plan: Plan, console: Console, unit: str) -> None:
     figures = ["micro", "peak", *["host"] * any(hosts), "a step", "run", *["cost"] * (price is not None)]
     table = plain_table("fits", "way", *figures, right=tuple(figures))
     for key, time in plan.times.items():
-        found = plan.candidates[key]
+        candidate = plan.candidates[key]
         table.add_row(
             *key,
-            str(found.setting.micro),
-            _size(found.peak, unit),
-            *[_size(found.host, unit) if found.host else ""] * any(hosts),
+            str(candidate.setting.micro),
+            _size(candidate.peak, unit),
+            *[_size(candidate.host, unit) if candidate.host else ""] * any(hosts),
             _time(time.step_s),
             "?" if time.hours is None else _time(3600 * time.hours),
             *["?" if time.cost is None else f"{time.cost:,.2f}"] * (price is not None),
@@ -189,30 +189,30 @@ def _time(seconds: float) -> str:
 
 def print_traced(traced: list[Traced], console: Console) -> None:
     """Prints what was traced, beside what the formulas predict for it."""
-    unit = _unit_of([*(found.peak for found in traced), *(found.candidate.peak for found in traced)])
+    unit = _unit_of([*(trace.peak for trace in traced), *(trace.candidate.peak for trace in traced)])
     console.print(
         f"\nTraced: one step under fake tensors, as a CPU computes it, beside what is predicted above, in {unit}"
     )
     figures = ("micro", "traced", "predicted", "", "CPU s")
     table = plain_table("launch file", *figures, "when", "of which", right=figures)
-    for found in traced:
-        candidate, off = found.candidate, found.difference
+    for trace in traced:
+        candidate, off = trace.candidate, trace.difference
         if off is None:
             continue
-        sizes = {name: _size(held, unit) for name, held in found.parts.items()}
+        sizes = {name: _size(held, unit) for name, held in trace.parts.items()}
         table.add_row(
             f"{candidate.name} ({candidate.kind}{', recomputed' if candidate.setting.checkpointed else ''})",
             str(candidate.setting.micro),
-            _size(found.peak, unit),
+            _size(trace.peak, unit),
             _size(candidate.peak, unit),
             f"{off:+.1%}",
-            f"{found.cpu_s:.0f}",
-            found.moment,
+            f"{trace.cpu_s:.0f}",
+            trace.moment,
             ", ".join(f"{name} {size}" for name, size in sizes.items() if size != "0.00"),
         )
     if table.rows:
         console.print(table)
-    for reason, names in _by_reason((found.reason, found.candidate.name) for found in traced):
+    for reason, names in _by_reason((trace.reason, trace.candidate.name) for trace in traced):
         console.print(f"  {names}: {reason}.")
 
 
@@ -227,8 +227,8 @@ def as_json(plan: Plan, traced: list[Traced] | None = None) -> str:
             for kind, v in plan.variants.items()
         },
         "cells": [
-            {**_facts(found), "time": asdict(plan.times[key]) if key in plan.times else None}
-            for key, found in plan.candidates.items()
+            {**_facts(entry), "time": asdict(plan.times[key]) if key in plan.times else None}
+            for key, entry in plan.candidates.items()
         ],
         "advice": {
             "launch_file": chosen.launch.file if chosen is not None else None,
@@ -242,7 +242,7 @@ def as_json(plan: Plan, traced: list[Traced] | None = None) -> str:
         "rows": plan.rows,
     }
     if traced is not None:
-        report["traced"] = [_traced(found) for found in traced]
+        report["traced"] = [_traced(entry) for entry in traced]
     return json.dumps(report, indent=2)
 
 

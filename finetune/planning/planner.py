@@ -159,7 +159,7 @@ def make_plan(
         return predict_time(candidate, variant, machines, work.steps) if isinstance(variant, Variant) else None
 
     timed = {key: time_of(candidate) for key, candidate in candidates.items() if candidate.verdict == "fits"}
-    times = {key: found for key, found in timed.items() if found is not None}
+    times = {key: entry for key, entry in timed.items() if entry is not None}
     if chosen is not None:
         time = time_of(chosen)
         if recipe.batch.micro_size == "auto":
@@ -198,7 +198,7 @@ def _launches(folder: Path, machines: Machines) -> dict[str, Launch]:
         written = files.pop(name)
         if machines.nodes > 1:
             files[name.removesuffix("_2nodes")] = written
-    found = {}
+    launches = {}
     for name, file in files.items():
         if name not in _ON_ONE_GPU if machines.ranks == 1 else name == "single":
             continue
@@ -214,14 +214,14 @@ def _launches(folder: Path, machines: Machines) -> dict[str, Launch]:
         launch = launch_of_file(file, machines.ranks, copies)
         if machines.gpus % launch.tensor:
             continue  # layers are split within a machine
-        found[name] = launch
-    if not found:
+        launches[name] = launch
+    if not launches:
         raise RecipeError(
             f"No launch file in {folder} can run on {machines.ranks} GPU(s): one takes single.yaml or a ZeRO file with "
             "offload, more take files whose groups (dp_replicate_size, sp_size x tp_size) come out even. Name another "
             "folder by --configs, or another number by --gpus and --nodes."
         )
-    return dict(sorted(found.items(), key=lambda pair: recommendations.preference_of(pair[1], machines.nodes)))
+    return dict(sorted(launches.items(), key=lambda pair: recommendations.preference_of(pair[1], machines.nodes)))
 
 
 def write_launch_file(plan: Plan, file: Path) -> None:

@@ -33,21 +33,21 @@ class Advice:
 
 def recipe_changes(candidate: Candidate, recipe: Recipe) -> tuple[str, ...]:
     """Returns a candidate's changes to a recipe, as `key=value`."""
-    found = []
+    changes = []
     if candidate.setting.checkpointed != (recipe.model.gradient_checkpointing is True):
-        found.append(f"model.gradient_checkpointing={str(candidate.setting.checkpointed).lower()}")
+        changes.append(f"model.gradient_checkpointing={str(candidate.setting.checkpointed).lower()}")
     if candidate.setting.micro != micro_rows(recipe, candidate.launch.data_ranks):
-        found.append(f"batch.micro_size={candidate.setting.micro}")
+        changes.append(f"batch.micro_size={candidate.setting.micro}")
     lora, packed = recipe.lora is not None, recipe.model.quantization
     if candidate.kind == "full" and lora:
-        found.append("lora=null")
+        changes.append("lora=null")
     if candidate.kind != "full" and not lora:
-        found.append("lora.rank=16")
+        changes.append("lora.rank=16")
         if recipe.model.fp8:
-            found.append("model.fp8=false")
+            changes.append("model.fp8=false")
     if (candidate.kind == "QLoRA") != (packed is not None):
-        found.append("model.quantization=" + ("nf4" if candidate.kind == "QLoRA" else "null"))
-    return tuple(found)
+        changes.append("model.quantization=" + ("nf4" if candidate.kind == "QLoRA" else "null"))
+    return tuple(changes)
 
 
 def offered_settings(recipe: Recipe) -> Iterator[StepSetting]:
@@ -117,8 +117,8 @@ def plain_name(launch: Launch) -> str:
 
 def preference_of(launch: Launch, nodes: int) -> int:
     """Returns its place in the order, from 0; on one machine, full shards come before copies of them."""
-    place = [*_REASONS].index(plain_name(launch)) if plain_name(launch) in _REASONS else len(_REASONS)
-    return place * 2 + (5 if nodes == 1 and launch.replicate > 1 else 0)
+    position = [*_REASONS].index(plain_name(launch)) if plain_name(launch) in _REASONS else len(_REASONS)
+    return position * 2 + (5 if nodes == 1 and launch.replicate > 1 else 0)
 
 
 def reason_for(launch: Launch) -> str:

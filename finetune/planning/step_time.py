@@ -124,7 +124,7 @@ def read_links(names: Sequence[str]) -> LinkSpeeds:
     Raises:
         RecipeError: If one is something else, or two are of the same kind.
     """
-    found: dict[bool, dict[str, Line]] = {}
+    speeds: dict[bool, dict[str, Line]] = {}
     for name in names:
         problem = f"--links: {name} is not what `finetune comms --json {name}` writes: "
         try:
@@ -139,11 +139,11 @@ def read_links(names: Sequence[str]) -> LinkSpeeds:
         if missing := RINGS.keys() - {"all_to_all", "reduce", "send"} - measured.collectives.keys():
             raise RecipeError(f"{problem}it lacks {', '.join(sorted(missing))}. Measure again.")
         far = measured.machines > 1
-        if far in found:
+        if far in speeds:
             kind = "several machines" if far else "one machine"
             raise RecipeError(f"--links: {' and '.join(names)} are both of {kind}. Give one of each at most.")
-        found[far] = measured.collectives
-    return LinkSpeeds(found.get(False, {}), found.get(True, {}))
+        speeds[far] = measured.collectives
+    return LinkSpeeds(speeds.get(False, {}), speeds.get(True, {}))
 
 
 def count_work(variant: Variant, rows: int | None) -> Work:
@@ -239,20 +239,20 @@ def flows_of_offload(candidate: Candidate, share: Share, specs: ParamSpecs) -> l
     """
     launch, memory, accumulation = candidate.launch, candidate.memory, candidate.accumulation
     assert memory is not None
-    weights, found = bytes_of(specs.params) // (launch.averaged_ranks // launch.replicate if launch.sharded else 1), []
+    weights, flows = bytes_of(specs.params) // (launch.averaged_ranks // launch.replicate if launch.sharded else 1), []
     if launch.offload_params != "none":
-        found.append(Flow("host_copy", "weights to the device", 2 * accumulation * weights, 1, "all", 1))
+        flows.append(Flow("host_copy", "weights to the device", 2 * accumulation * weights, 1, "all", 1))
     if launch.offload_params == "nvme":
-        found.append(Flow("disk", "weights from the disk", 2 * accumulation * weights, 1, "all", 1))
+        flows.append(Flow("disk", "weights from the disk", 2 * accumulation * weights, 1, "all", 1))
     if launch.offload_optimizer != "none":
         times = 1 if launch.holds_whole_gradients(accumulation) else accumulation
-        found.append(Flow("host_copy", "gradients to the host", 4 * times * share.stepped, 1, "backward", 1))
-        found.append(Flow("host_step", "optimiser state on the host", 28 * share.stepped, 1, "none", 1))
+        flows.append(Flow("host_copy", "gradients to the host", 4 * times * share.stepped, 1, "backward", 1))
+        flows.append(Flow("host_step", "optimiser state on the host", 28 * share.stepped, 1, "none", 1))
         if launch.offload_params == "none":
-            found.append(Flow("host_copy", "new weights to the device", 4 * share.stepped, 1, "none", 1))
+            flows.append(Flow("host_copy", "new weights to the device", 4 * share.stepped, 1, "none", 1))
     if launch.offload_optimizer == "nvme":
-        found.append(Flow("disk", "optimiser state", 2 * (memory.optimizer + share.masters), 1, "none", 1))
-    return found
+        flows.append(Flow("disk", "optimiser state", 2 * (memory.optimizer + share.masters), 1, "none", 1))
+    return flows
 
 
 def flows_of_rows(launch: Launch, variant: Variant, setting: StepSetting, accumulation: int) -> list[Flow]:
@@ -285,11 +285,11 @@ def flows_of_layers(launch: Launch, variant: Variant, setting: StepSetting, accu
     ring = 2 * (parts - 1) / parts
     tokens = setting.micro * variant.recipe.data.sequence_length // launch.sequence
     calls = (5 if setting.checkpointed else 4) * accumulation * shape.layers
-    found = [Flow("all_reduce", "parts of layers", round(ring * calls * 4 * tokens * shape.h), parts, "none", calls)]
+    flows = [Flow("all_reduce", "parts of layers", round(ring * calls * 4 * tokens * shape.h), parts, "none", calls)]
     if variant.loss_by_head:
         joined = round(ring / 2 * accumulation * 4 * tokens * shape.h)
-        found.append(Flow("all_gather", "gradients of tokens", joined, parts, "none", accumulation))
+        flows.append(Flow("all_gather", "gradients of tokens", joined, parts, "none", accumulation))
     if partial := 4 * elements_of(p for p in variant.specs.trained if p.partial):
         held = partial / (launch.averaged_ranks if launch.sharded else 1)
-        found.append(Flow("all_reduce", "gradients of parts", round(ring * held), parts, "none", 1))
-    return found
+        flows.append(Flow("all_reduce", "gradients of parts", round(ring * held), parts, "none", 1))
+    return flows

@@ -53,10 +53,10 @@ def next_token_logits(network: nn.Module, batch: Batch, *, kept: dict[str, Any])
     inner = lora_adapters.transformer(network)
     cached = inner is not None and inner.config.model_type not in _UNCACHED
     ids = batch["input_ids"][:, -1:] if kept else batch["input_ids"]
-    told = attention.document_arguments(inner, {"input_ids": ids})
-    if "position_ids" in told:
-        told["position_ids"] = told["position_ids"] + batch["input_ids"].shape[1] - ids.shape[1]
-    outputs = network(input_ids=ids, use_cache=cached, **told, **kept)
+    arguments = attention.document_arguments(inner, {"input_ids": ids})
+    if "position_ids" in arguments:
+        arguments["position_ids"] = arguments["position_ids"] + batch["input_ids"].shape[1] - ids.shape[1]
+    outputs = network(input_ids=ids, use_cache=cached, **arguments, **kept)
     if getattr(outputs, "past_key_values", None) is not None:
         kept["past_key_values"] = outputs.past_key_values
     return outputs.logits[:, -1].float()  # type: ignore[no-any-return]
@@ -64,8 +64,8 @@ def next_token_logits(network: nn.Module, batch: Batch, *, kept: dict[str, Any])
 
 def _outputs(network: nn.Module, batch: Batch) -> Any:
     positions = {"position_ids": batch["position_ids"]} if "position_ids" in batch else {}
-    told = attention.document_arguments(lora_adapters.transformer(network), batch)
-    return network(input_ids=batch["input_ids"], use_cache=False, **positions, **told)
+    arguments = attention.document_arguments(lora_adapters.transformer(network), batch)
+    return network(input_ids=batch["input_ids"], use_cache=False, **positions, **arguments)
 
 
 def _loss_sum(network: nn.Module, batch: Batch) -> torch.Tensor:

@@ -17,8 +17,8 @@ def classes_table(counts: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
     """
     shares = ("precision", "recall", "f1")
     rows = [
-        [name, *("–" if found.get(key) is None else f"{found[key]:.4f}" for key in shares), f"{found['rows']:,}"]
-        for name, found in counts.items()
+        [name, *("–" if figures.get(key) is None else f"{figures[key]:.4f}" for key in shares), f"{figures['rows']:,}"]
+        for name, figures in counts.items()
     ]
     return [["class", "precision", "recall", "F1", "rows"], *rows]
 
@@ -32,6 +32,6 @@ def confusion_table(confusions: Mapping[str, Mapping[str, int]], names: list[str
     if len(names) <= _MOST_COLUMNS:
         rows = [[name, *(f"{confusions.get(name, {}).get(other, 0):,}" for other in names)] for name in names]
         return [["true class, taken for", *names], *rows]
-    pairs = [(n, true, other) for true, found in confusions.items() for other, n in found.items() if true != other]
+    pairs = [(n, true, other) for true, row in confusions.items() for other, n in row.items() if true != other]
     pairs.sort(key=lambda pair: -pair[0])
     return [["true class", "taken for", "rows"], *([true, other, f"{n:,}"] for n, true, other in pairs[:_MOST_PAIRS])]

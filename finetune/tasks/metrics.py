@@ -155,8 +155,8 @@ def count_classes(classes: torch.Tensor, names: Sequence[str]) -> dict[str, dict
     """
     predicted, true = classes.cpu()
     parts = (true, predicted, true[predicted == true])
-    counts = [torch.bincount(part, minlength=len(names)).tolist() for part in parts]
-    return {name: class_figures(*found) for name, *found in zip(names, *reversed(counts), strict=True)}
+    counts = [torch.bincount(labels, minlength=len(names)).tolist() for labels in parts]
+    return {name: class_figures(*totals) for name, *totals in zip(names, *reversed(counts), strict=True)}
 
 
 def class_figures(hits: float, taken: float, rows: float) -> dict[str, Any]:
@@ -178,10 +178,10 @@ def count_confusions(classes: torch.Tensor, names: Sequence[str]) -> dict[str, d
     """
     predicted, true = classes.cpu()
     codes, counts = torch.unique(true * len(names) + predicted, return_counts=True)
-    found: dict[str, dict[str, int]] = {}
+    confusions: dict[str, dict[str, int]] = {}
     for code, count in zip(codes.tolist(), counts.tolist(), strict=True):
-        found.setdefault(names[code // len(names)], {})[names[code % len(names)]] = count
-    return found
+        confusions.setdefault(names[code // len(names)], {})[names[code % len(names)]] = count
+    return confusions
 
 
 def mean_of_classes(counts: Mapping[str, Mapping[str, Any]], key: str) -> float:
@@ -242,7 +242,7 @@ def score_predictions(
     Raises:
         RecipeError: If one's own function fails, or returns what is no number.
     """
-    found: dict[str, float] = {}
+    scores: dict[str, float] = {}
     for name, metric in metrics.items():
         try:
             wanted: Any = [one if isinstance(one, str) else list(one) for one in references]
@@ -250,20 +250,20 @@ def score_predictions(
             named = value if isinstance(value, Mapping) else {re.split(r"[:.]", name)[-1]: value}
             values = {str(key): float(number) for key, number in named.items()}
         except Exception as error:  # whatever a user's function does
-            place = traceback.extract_tb(error.__traceback__)[-1]
+            frame = traceback.extract_tb(error.__traceback__)[-1]
             raise RecipeError(
                 f"eval.metrics: '{name}' ends in {type(error).__name__}: {' '.join(str(error).split())[:300]} "
-                f"({Path(place.filename).name}, line {place.lineno}). It is called with lists of predictions and of "
+                f"({Path(frame.filename).name}, line {frame.lineno}). It is called with lists of predictions and of "
                 "references, and returns a number, or a dict of numbers."
             ) from error
         for key in values:
-            if not _NAME.fullmatch(key) or key in (*found, *_TAKEN):
+            if not _NAME.fullmatch(key) or key in (*scores, *_TAKEN):
                 raise RecipeError(
                     f"eval.metrics: '{name}' calls a metric '{key}'. A name has at most 64 letters, digits, `_` and "
                     f"`-`, and is there once; {', '.join(_TAKEN)} are taken. Return a dict with other keys."
                 )
-        found |= values
-    return found
+        scores |= values
+    return scores
 
 
 def _words(text: str) -> list[str]:
@@ -293,8 +293,8 @@ def _best_of_words(
 def _rouge(name: str, predictions: Sequence[str], references: Sequence[Sequence[str]]) -> float:
     from torchmetrics.functional.text import rouge_score
 
-    found = rouge_score(list(predictions), [list(wanted) for wanted in references], rouge_keys=name)
-    return float(found[f"{name}_fmeasure"])
+    scores = rouge_score(list(predictions), [list(wanted) for wanted in references], rouge_keys=name)
+    return float(scores[f"{name}_fmeasure"])
 
 
 def _accuracy(predictions: Sequence[str], references: Sequence[str]) -> float:

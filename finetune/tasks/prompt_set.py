@@ -132,7 +132,7 @@ def read_prompts(recipe: Recipe, tokenizer: Any, *, paired: bool = False) -> tup
     if tokenizer is None:
         raise DataError("eval.prompts: the task has no tokenizer to read them with. Remove them.")
     template = find_template(tokenizer, chat.template, chat.template_args) if chat is not None else None
-    found = []
+    collected = []
     for source in recipe.eval.prompts:
         for record, where in _records(recipe, source):
             if template is not None:
@@ -151,10 +151,10 @@ def read_prompts(recipe: Recipe, tokenizer: Any, *, paired: bool = False) -> tup
                     f"{where}: the prompt has {len(ids)} tokens, and data.sequence_length is {room}: there is no room "
                     "for an answer. Shorten or remove the record, or raise data.sequence_length."
                 )
-            found.append(Prompt(text, tuple(ids), tuple(record["references"])))
-    if not found:
+            collected.append(Prompt(text, tuple(ids), tuple(record["references"])))
+    if not collected:
         raise DataError("eval.prompts: its sources hold no records. Name others.")
-    return tuple(found)
+    return tuple(collected)
 
 
 def _written(record: Mapping[str, Any], template: Template, where: str) -> str:

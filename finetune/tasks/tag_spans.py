@@ -38,18 +38,18 @@ class TagScheme:
         """Reads the names of classes, in order of their numbers."""
         bare = {*names} <= {*_PARTS, OUTSIDE}
         plain = _INSIDE if OUTSIDE in names else _SINGLE
-        found: list[tuple[int, str]] = []
+        parsed: list[tuple[int, str]] = []
         for name in names:
             prefixed = _PREFIXED.fullmatch(name)
             if name == OUTSIDE:
-                found.append((_NO_SPAN, ""))
+                parsed.append((_NO_SPAN, ""))
             elif bare:
-                found.append((_PARTS[name], _BARE))
+                parsed.append((_PARTS[name], _BARE))
             else:
-                found.append((_PARTS[prefixed[1]], prefixed[2]) if prefixed else (plain, name))
-        kinds = (*dict.fromkeys(kind for _, kind in found if kind),)
+                parsed.append((_PARTS[prefixed[1]], prefixed[2]) if prefixed else (plain, name))
+        kinds = (*dict.fromkeys(kind for _, kind in parsed if kind),)
         numbers = {"": len(kinds), **{kind: number for number, kind in enumerate(kinds)}}
-        return TagScheme(kinds, tuple(part for part, _ in found), tuple(numbers[kind] for _, kind in found))
+        return TagScheme(kinds, tuple(part for part, _ in parsed), tuple(numbers[kind] for _, kind in parsed))
 
 
 def _find_spans(classes: torch.Tensor, scheme: TagScheme) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -89,10 +89,10 @@ def count_spans(predicted: torch.Tensor, true: torch.Tensor, scheme: TagScheme) 
     # Words to the left, without asking the device how many there are.
     order = torch.argsort((true < 0).int(), dim=1, stable=True)
     true, predicted = true.gather(1, order), predicted.masked_fill(true < 0, -1).gather(1, order)
-    found, wanted = _find_spans(predicted, scheme), _find_spans(true, scheme)
-    same_begin, same_kind, same_last = (one == other for one, other in zip(found, wanted, strict=True))
+    guessed, wanted = _find_spans(predicted, scheme), _find_spans(true, scheme)
+    same_begin, same_kind, same_last = (one == other for one, other in zip(guessed, wanted, strict=True))
     both = wanted[0] & same_begin & same_kind & same_last
-    sides = ((both, wanted[1]), found[:2], wanted[:2])
+    sides = ((both, wanted[1]), guessed[:2], wanted[:2])
     kinds = torch.arange(len(scheme.kinds), device=true.device)
     counts = [(begun[..., None] & (of_words[..., None] == kinds)).sum((0, 1)) for begun, of_words in sides]
     return torch.stack(counts, dim=1).float()

@@ -83,19 +83,19 @@ def named_task(recipe: Recipe) -> Task:
         RecipeError: If there is none, or it is not a `Task`.
     """
     name = recipe.task.name
-    found = import_object(BUILT_IN[name].place if name in BUILT_IN else name, "task.name")
-    if not isinstance(found, Task) and callable(found):
+    task = import_object(BUILT_IN[name].place if name in BUILT_IN else name, "task.name")
+    if not isinstance(task, Task) and callable(task):
         try:
-            found = found(**recipe.task.args)
+            task = task(**recipe.task.args)
         except TypeError as error:
             raise RecipeError(f"task.args: '{name}' refuses {recipe.task.args}: {error}.") from error
-    if not isinstance(found, Task):
+    if not isinstance(task, Task):
         raise RecipeError(
-            f"task.name: '{name}' is {type(found).__name__}, not a finetune.tasks.Task or a function that returns one."
+            f"task.name: '{name}' is {type(task).__name__}, not a finetune.tasks.Task or a function that returns one."
         )
     from finetune.tasks.task_parts import check_losses
 
-    return found if name in BUILT_IN else check_losses(found)
+    return task if name in BUILT_IN else check_losses(task)
 
 
 def built_in_task(fits: Callable[["Head"], bool]) -> Task | None:

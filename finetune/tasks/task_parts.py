@@ -133,8 +133,8 @@ def build_task_data(
         rows = replace(rows, class_weights=weights)
     lines = prepared.report.start_lines()
     if weights is not None:
-        told = (f"{name} {weight:.4g}" for name, weight in zip(prepared.label_names, weights.tolist(), strict=True))
-        lines.append(f"class weights: {some([*told])}")
+        texts = (f"{name} {weight:.4g}" for name, weight in zip(prepared.label_names, weights.tolist(), strict=True))
+        lines.append(f"class weights: {some([*texts])}")
     names = train.chat.ends if train is not None and train.chat is not None else {}
     return TaskData(
         train=rows,

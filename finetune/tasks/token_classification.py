@@ -32,7 +32,7 @@ def _figures(counts: Sequence[float], names: Sequence[str]) -> Figures:
     by_kind = {kind: counts[3 * number : 3 * number + 3] for number, kind in enumerate(kinds)}
     whole = class_figures(*(sum(side) for side in zip(*by_kind.values(), strict=True)))
     figures = {name: whole[name] or 0.0 for name in ("precision", "recall", "f1")}
-    return Figures(figures, {kind: class_figures(*found) for kind, found in by_kind.items()})
+    return Figures(figures, {kind: class_figures(*totals) for kind, totals in by_kind.items()})
 
 
 TOKEN_CLASSIFICATION = transformers_task(

@@ -242,9 +242,9 @@ def launch(
         command = [sys.executable, "-m", "finetune", "launch", f"--config_file={launch_file(str(config))}", *words]
         if quiet:
             command.append("--quiet")
-        code, said = _run_command([*command, str(file)], quiet=quiet)
+        code, message = _run_command([*command, str(file)], quiet=quiet)
     if code not in (0, REQUEUE):
-        raise LaunchError(said or f"The run ended with exit code {code}; the reason is printed above.")
+        raise LaunchError(message or f"The run ended with exit code {code}; the reason is printed above.")
     return Run.open(named.output.dir)
 
 
@@ -306,8 +306,8 @@ def _write_records(given: Records | Callable[[], Records], cache: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     content = hashlib.sha256()
     with tempfile.TemporaryDirectory(dir=folder) as unfinished:
-        part = Path(unfinished, "records")
-        with part.open("wb") as file:
+        temporary = Path(unfinished, "records")
+        with temporary.open("wb") as file:
             for number, record in enumerate(given() if callable(given) else given, start=1):
                 what = f"Record {number} of what was handed over cannot be written as JSON"
                 with DataError.explaining(
@@ -317,7 +317,7 @@ def _write_records(given: Records | Callable[[], Records], cache: Path) -> Path:
                 line = text.encode() + b"\n"
                 content.update(line)
                 file.write(line)
-        return part.replace(folder / f"{content.hexdigest()[:32]}.jsonl")
+        return temporary.replace(folder / f"{content.hexdigest()[:32]}.jsonl")
 
 
 @dataclass(frozen=True, repr=False)

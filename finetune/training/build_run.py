@@ -312,8 +312,8 @@ def _build_model(plan: RunPlan, backend: Backend) -> BuiltModel:
     recipe, task, data, weights = plan.recipe, plan.inputs.task, plan.inputs.data, plan.inputs.weights
     if weights is not None:
         # Each rank looks at its share of them, and all refuse alike what is not finite.
-        found = weights.first_not_finite(backend.rank, backend.world_size)
-        position = torch.tensor([-1.0 if found is None else found], dtype=torch.float64, device=backend.device)
+        index = weights.first_not_finite(backend.rank, backend.world_size)
+        position = torch.tensor([-1.0 if index is None else index], dtype=torch.float64, device=backend.device)
         if (worst := int(backend.all_reduce_max(position).item())) >= 0:
             weights.refuse(worst)
     # Sharded as it loads only what stays as it is loaded; quantized weights are quantized whole.

@@ -65,14 +65,14 @@ def _evaluate(run: BuiltRun) -> bool:
     if rows is not None:
         scored = bool(run.metrics) and not task.text
         micro, stopping = run.recipe.eval.micro_size or run.recipe.batch.rows, partial(_is_stopping, run)
-        found = evaluate_rows(run.backend, run.model, task, rows, micro, stopping=stopping, scored=scored)
-        if found is None:
+        result = evaluate_rows(run.backend, run.model, task, rows, micro, stopping=stopping, scored=scored)
+        if result is None:
             return False
-        figures, by_class = found.figures(names)
-        if found.predicted is not None and found.counts_classes and len(names) <= MOST_COUNTED:
-            confusions = metrics.count_confusions(found.predicted, names)
-        if found.predicted is not None and scored:
-            figures |= _score_classes(run, rows, found.predicted)
+        figures, by_class = result.figures(names)
+        if result.predicted is not None and result.counts_classes and len(names) <= MOST_COUNTED:
+            confusions = metrics.count_confusions(result.predicted, names)
+        if result.predicted is not None and scored:
+            figures |= _score_classes(run, rows, result.predicted)
     if run.prompts:
         scores = _score_texts(run)
         if scores is None:
@@ -143,7 +143,7 @@ def evaluate_rows(
     backend.share_buffers(unwrap(model))
     with without_training(model):
         results = backend.evaluate_batches(model, evaluation.function, sent())
-        for number, found in enumerate(results):
+        for number, output in enumerate(results):
             share, batch = computing.popleft()
             if number % _ASK_EVERY == _ASK_EVERY - 1:
                 asked = torch.tensor([float(stopping())], device=backend.device)
@@ -151,7 +151,7 @@ def evaluate_rows(
                     return None
             mesh = backend.mesh
             targets = rows.num_targets(share) if share.size and mesh.counts_rows else 0
-            evaluation.add(share if mesh.counts_loss else share[:0], found, batch, targets)
+            evaluation.add(share if mesh.counts_loss else share[:0], output, batch, targets)
     if evaluation.predicted is not None:
         backend.all_reduce_sum(evaluation.predicted)
     evaluation.sums = backend.all_reduce_sum(evaluation.sums)
@@ -164,7 +164,7 @@ def _score_texts(run: BuiltRun) -> dict[str, float] | None:
     assert tokenizer is not None
     # Compiled, layers would be compiled anew for lengths that no step has.
     with torch.compiler.set_stance("force_eager") if recipe.model.compile else nullcontext():
-        found = generate_tokens(
+        tokens = generate_tokens(
             run.backend,
             run.model,
             run.task,
@@ -174,12 +174,12 @@ def _score_texts(run: BuiltRun) -> dict[str, float] | None:
             ends={tokenizer.eos_token_id, *run.data.ends},
             stopping=partial(_is_stopping, run),
         )
-    if found is None:
+    if tokens is None:
         return None
     decode = partial(tokenizer.decode, skip_special_tokens=True)
     # Decoded behind its prompt: alone, the first word of some tokenizers loses its space.
     begins = [() if run.task.paired else prompt.ids for prompt in run.prompts]
-    texts = [decode([*begin, *ids])[len(decode(begin)) :].strip() for begin, ids in zip(begins, found, strict=True)]
+    texts = [decode([*begin, *ids])[len(decode(begin)) :].strip() for begin, ids in zip(begins, tokens, strict=True)]
     references = [prompt.references for prompt in run.prompts]
     return _score(run, texts, references, ({"prompt": prompt.text} for prompt in run.prompts))
 
@@ -207,12 +207,12 @@ def _score(
 
     Predictions, with what describes the input of each, are written into `predictions.jsonl`.
     """
-    told: dict[str, Any] = {}
+    outcome: dict[str, Any] = {}
     if run.backend.is_main:
         try:
-            told = {"values": metrics.score_predictions(run.metrics, predictions, references)}
+            outcome = {"values": metrics.score_predictions(run.metrics, predictions, references)}
         except FinetuneError as error:
-            told = {"problem": str(error)}
+            outcome = {"problem": str(error)}
         lines = (
             {"step": run.state.step, **about, "prediction": one, "references": [ref] if isinstance(ref, str) else ref}
             for about, one, ref in zip(described, predictions, references, strict=True)
@@ -222,10 +222,10 @@ def _score(
             write_text(run.directory.path / PREDICTIONS, text)
         except (OSError, UnicodeError) as error:
             run.reporter.warn(f"Cannot write {PREDICTIONS}: {getattr(error, 'strerror', None) or error}.")
-    told = run.backend.broadcast_object(told)
-    if "problem" in told:
-        raise RecipeError(told["problem"])
-    values: dict[str, float] = told["values"]
+    outcome = run.backend.broadcast_object(outcome)
+    if "problem" in outcome:
+        raise RecipeError(outcome["problem"])
+    values: dict[str, float] = outcome["values"]
     return values
 
 
@@ -269,8 +269,8 @@ def generate_tokens(
             most = longest + taken if task.paired else longest
             kept: dict[str, Any] = {}
             while True:
-                told = torch.tensor([float(bool(row)), float(stopping())], device=backend.device)
-                unfinished, stop = backend.all_reduce_sum(told).tolist()
+                flags = torch.tensor([float(bool(row)), float(stopping())], device=backend.device)
+                unfinished, stop = backend.all_reduce_sum(flags).tolist()
                 if stop:
                     return None
                 if not unfinished:
@@ -279,18 +279,18 @@ def generate_tokens(
                 parts = {"input_ids": row[-longest:] or prompts[0][:1]}
                 if task.paired:
                     parts = {"input_ids": row[:taken] or prompts[0][:1], "written": row[taken:]}
-                ids = {name: torch.tensor([part], dtype=torch.int64) for name, part in parts.items()}
+                ids = {name: torch.tensor([tokens], dtype=torch.int64) for name, tokens in parts.items()}
                 score = partial(scores, kept=kept if task.paired or 0 < len(row) <= longest else {})
                 (logits,) = backend.evaluate_batches(model, score, [batch_to_device(ids, backend.device)])
                 if not row:
                     continue
-                token, place = pick(logits[0]), len(row) - taken
+                token, index = pick(logits[0]), len(row) - taken
                 row.append(token)
                 if token not in ends and backend.mesh.counts_loss:
-                    written[number, place] = token + 1
+                    written[number, index] = token + 1
                 if (
                     token in ends
-                    or place + 1 == max_new_tokens
+                    or index + 1 == max_new_tokens
                     or (len(row) == most and not (slides and not task.paired))
                 ):
                     row = []
@@ -320,7 +320,7 @@ def sample_text(
             logits[logits < logits.topk(section.top_k).values[-1]] = -torch.inf
         return int(torch.multinomial(logits.softmax(-1), 1, generator=generator))
 
-    found = generate_tokens(
+    generated = generate_tokens(
         backend,
         model,
         task,
@@ -331,6 +331,6 @@ def sample_text(
         pick=pick,
         slides=True,
     )
-    assert found is not None
+    assert generated is not None
     begin = [] if task.paired else ids
-    return str(tokenizer.decode([*begin, *found[0]], skip_special_tokens=True)).strip()
+    return str(tokenizer.decode([*begin, *generated[0]], skip_special_tokens=True)).strip()

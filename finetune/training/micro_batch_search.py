@@ -106,14 +106,14 @@ def resolve_micro_size(
             f"for each process. Set model.gradient_checkpointing: true, lower data.sequence_length, "
             "train adapters (lora), or take a launch file of accelerate_configs/ that shards or offloads more."
         )
-    found = {"rows": max(fits), "room": begin["room"], "tried": {str(size): share for size, share in tried.items()}}
+    choice = {"rows": max(fits), "room": begin["room"], "tried": {str(size): share for size, share in tried.items()}}
     if rank == 0:
         try:
             kept.parent.mkdir(parents=True, exist_ok=True)
-            write_json(kept, found)
+            write_json(kept, choice)
         except OSError as error:
             to_stderr(f"batch.micro_size: what was found is not kept for the next run: {kept}: {error.strerror}.")
-    return _choose(recipe, {**found, "known": False}, f"{len(tried)} trial" + ("s" if len(tried) > 1 else ""))
+    return _choose(recipe, {**choice, "known": False}, f"{len(tried)} trial" + ("s" if len(tried) > 1 else ""))
 
 
 def next_size(sizes: Sequence[int], first: int, tried: Mapping[int, float | None]) -> int | None:
@@ -230,8 +230,8 @@ def _kept(recipe: Recipe, launch: Launch, digest: str) -> Path:
 def _read(file: Path, room: int) -> dict[str, Any] | None:
     """Returns what was found before, if it fits the room that there is now: a host's changes."""
     try:
-        found: dict[str, Any] = json_files.read(file)
-        fits = found["tried"][str(int(found["rows"]))] * found["room"] <= FULL * room
+        choice: dict[str, Any] = json_files.read(file)
+        fits = choice["tried"][str(int(choice["rows"]))] * choice["room"] <= FULL * room
     except (OSError, ValueError, KeyError, TypeError, IndexError, OverflowError):
         return None  # nothing yet, or nothing that can be read: it is tried again
-    return found if fits else None
+    return choice if fits else None

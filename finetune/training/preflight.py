@@ -103,17 +103,17 @@ def verify_kernels(backend: Backend, model: nn.Module, recipe: Recipe) -> dict[s
 def check_isolation(backend: Backend, model: nn.Module, recipe: Recipe) -> None:
     """Raises a `BackendError` unless the prepared model computes a packed document as if it were alone."""
     scores, who = partial(_scores, backend, model), _name(model)
-    found = causal_lm.sees_documents(_inner(model), scores, backend.device, recipe.data.sequence_length)
+    distances = causal_lm.sees_documents(_inner(model), scores, backend.device, recipe.data.sequence_length)
     change = "Set data.packing to `padded` (one document a row) or `wrapped` (no isolation wanted)"
     if recipe.model.attention != "auto":
         change += ", or model.attention to `auto`, which takes what keeps them apart where the architecture can"
-    leak = backend.all_reduce_max(next(found)).item()
+    leak = backend.all_reduce_max(next(distances)).item()
     if leak > causal_lm.tolerances(backend.precision)[0]:
         raise BackendError(
             f"Documents packed into one row see each other in {who}: a change in one moves the other's scores by "
             f"{leak:.2g} of the largest. {change}."
         )
-    off = max((backend.all_reduce_max(apart).item() for apart in found), default=0.0)
+    off = max((backend.all_reduce_max(apart).item() for apart in distances), default=0.0)
     if off > causal_lm.tolerances(backend.precision)[1]:
         raise BackendError(
             f"A document packed into a row behind another is not computed as it is alone in {who}: its scores are off "
@@ -126,14 +126,14 @@ def _scores(
     backend: Backend, model: nn.Module, batch: Batch, forward: Callable[[nn.Module, Batch], torch.Tensor]
 ) -> torch.Tensor:
     """Returns scores of the prepared model in fp32, which must be finite."""
-    found = _evaluate(backend, model, forward, batch).float()
-    spoilt = (~found.isfinite().all()).float().reshape(1)
+    scores = _evaluate(backend, model, forward, batch).float()
+    spoilt = (~scores.isfinite().all()).float().reshape(1)
     if backend.all_reduce_max(spoilt).item():
         raise BackendError(
             "The network's scores are not finite before the first step, so that nothing can be verified. Look for "
             "numbers in its weights that are not finite, or set precision to `fp32`."
         )
-    return found
+    return scores
 
 
 def check_loss(backend: Backend, model: nn.Module, recipe: Recipe) -> str:
@@ -238,10 +238,10 @@ def _changes_behind_head(network: nn.Module, batch: Batch) -> torch.Tensor:
     assert head is not None
     head.plants = True
     try:
-        found = causal_lm.causal_lm_logits(network, batch)
+        logits = causal_lm.causal_lm_logits(network, batch)
     finally:
         head.plants = False
     planted, head.planted = head.planted, None
-    if planted is None or found.shape != planted.shape:
-        return torch.ones((), device=found.device)
-    return torch.ne(found, planted).any().float()
+    if planted is None or logits.shape != planted.shape:
+        return torch.ones((), device=logits.device)
+    return torch.ne(logits, planted).any().float()

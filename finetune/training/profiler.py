@@ -59,9 +59,9 @@ class Profiler:
         taken.stop()
         self._folder.mkdir(parents=True, exist_ok=True)
         taken.export_chrome_trace(str(self._folder / f"rank-{self._rank}.json.gz"))
-        found = by_phase(taken.events(), self._end - self._begin)
-        write_json(self._folder / f"rank-{self._rank}.table.json", found)
-        return found
+        table = by_phase(taken.events(), self._end - self._begin)
+        write_json(self._folder / f"rank-{self._rank}.table.json", table)
+        return table
 
 
 def by_phase(events: Iterable[Any], steps: int) -> dict[str, Any]:

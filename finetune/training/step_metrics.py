@@ -94,9 +94,9 @@ def log_epoch(run: BuiltRun) -> None:
 def look_at_profile(run: BuiltRun) -> None:
     """Shows the profile of the steps that were profiled, and counts what the last step compiled."""
     if run.profiler is not None:
-        found = run.profiler.after(run.state.step - 1)
-        if found is not None:
-            run.reporter.say(f"profile of {found['steps']} steps:\n{profiler.phase_table(found)}")
+        table = run.profiler.after(run.state.step - 1)
+        if table is not None:
+            run.reporter.say(f"profile of {table['steps']} steps:\n{profiler.phase_table(table)}")
     if run.recipe.model.compile and (count := torch_private.num_compiled_graphs()) > run.state.compiled_graphs:
         # The time of a step that compiled says nothing of the next.
         run.timer.totals()
@@ -165,8 +165,8 @@ class PeakMemoryMonitor:
         # Networks are counted here alone: none may be shared out among the ranks while it is built.
         with backend.loading(pretrained=False):
             candidate_of = candidates_of(recipe, backend.launch, device_selection.available_memory())
-            found = candidate_of(recipe.batch.rows) if candidate_of is not None else None
-        if found is not None and found.parts is not None and not found.reason:
+            candidate = candidate_of(recipe.batch.rows) if candidate_of is not None else None
+        if candidate is not None and candidate.parts is not None and not candidate.reason:
             # A CPU has no other place for what is kept in host memory.
-            predicted = found.peak + (device_selection.matmul_workspaces() if self._on_gpu else found.host)
+            predicted = candidate.peak + (device_selection.matmul_workspaces() if self._on_gpu else candidate.host)
         return {"of": what, "measured": measured, "predicted": predicted}

@@ -113,24 +113,24 @@ class WeightCheck:
         (step, numbers), self._waiting = self._waiting, None
         now = torch.tensor(numbers.read(), dtype=torch.int64).view_as(self._before)
         taken = self._steps - skipped - (0 if last else 1)
-        found = compare_weights(self._held, self._places, self._before, now, step, taken)
-        check_movement(found, nothing_moves=last or taken >= _PATIENCE_STEPS)
-        first, self.newest = self.newest is None, found
+        report = compare_weights(self._held, self._places, self._before, now, step, taken)
+        check_movement(report, nothing_moves=last or taken >= _PATIENCE_STEPS)
+        first, self.newest = self.newest is None, report
         if first:
-            self._reporter.say(f"weights: {found.line()}")
-        if found.unmoved and (first or last):
+            self._reporter.say(f"weights: {report.line()}")
+        if report.unmoved and (first or last):
             why = (
                 "They had no gradient (experts that no token reached, parts that the loss does not use), or steps so "
                 "small that they are lost in rounding"
             )
-            if taken == 1 and all("lora_A" in name for name in found.unmoved):
+            if taken == 1 and all("lora_A" in name for name in report.unmoved):
                 why = "They cannot move in the first step, in which the other factor of the adapter is zero"
             self._reporter.warn(
-                f"{len(found.unmoved)} of {len(found.trained)} trained tensors have not moved in {_steps(taken)}: "
-                f"{brief_list(found.unmoved, 3)}. {why}."
+                f"{len(report.unmoved)} of {len(report.trained)} trained tensors have not moved in {_steps(taken)}: "
+                f"{brief_list(report.unmoved, 3)}. {why}."
             )
         # Once all have moved, the end is looked at alone.
-        self._due = 2 * max(self._due, taken) if found.unmoved else 1 << 62
+        self._due = 2 * max(self._due, taken) if report.unmoved else 1 << 62
 
 
 def compare_weights(
@@ -147,7 +147,7 @@ def compare_weights(
         else:
             frozen[one.name] = moved or frozen.get(one.name, False)
         copies = set(zip(places[:, column].tolist(), now[:, column].tolist(), strict=True))
-        if len(copies) > len({place for place, _ in copies}):
+        if len(copies) > len({shard for shard, _ in copies}):
             parted.append(one.name)
     return Movement(
         step=step,

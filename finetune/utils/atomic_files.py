@@ -299,7 +299,7 @@ def read_whole_lines(path: Path, is_whole: Callable[[dict[str, Any]], bool] = la
         OSError: If there is no such file.
     """
     lines = path.read_bytes().split(b"\n")
-    found = Lines([], {}, [])
+    journal = Lines([], {}, [])
     for number, line in enumerate(lines, start=1):
         if not line:
             continue
@@ -308,11 +308,11 @@ def read_whole_lines(path: Path, is_whole: Callable[[dict[str, Any]], bool] = la
         except ValueError:
             value = None
         if isinstance(value, dict) and is_whole(value):
-            found.whole.append(value)
+            journal.whole.append(value)
         elif number < len(lines):
-            found.damaged[number] = line
-            found.before.append(len(found.whole))
-    return found
+            journal.damaged[number] = line
+            journal.before.append(len(journal.whole))
+    return journal
 
 
 def set_damaged_lines_aside(path: Path, lines: Lines) -> str | None:

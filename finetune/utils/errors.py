@@ -23,10 +23,10 @@ class FinetuneError(Exception):
             problems: Problems, each with its own place.
             advice: Sentence on what to do about any of them.
         """
-        said = [problem if problem.endswith((".", "?")) else f"{problem}." for problem in problems]
-        if len(said) == 1:
-            return cls(f"{said[0]} {advice}".rstrip())
-        lines = (f"{place} has {len(said)} problems:", *(f"  {problem}" for problem in said), advice)
+        sentences = [problem if problem.endswith((".", "?")) else f"{problem}." for problem in problems]
+        if len(sentences) == 1:
+            return cls(f"{sentences[0]} {advice}".rstrip())
+        lines = (f"{place} has {len(sentences)} problems:", *(f"  {problem}" for problem in sentences), advice)
         error = cls("\n".join(filter(None, lines)))
         error.lines = tuple(filter(None, lines))
         return error

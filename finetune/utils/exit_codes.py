@@ -106,9 +106,9 @@ def _first_to_say(text: str) -> bool:
     """
     given = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if given:
-        said = Path(given).parent.parent / f"said-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+        marker = Path(given).parent.parent / f"said-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
         try:
-            said.touch(exist_ok=False)
+            marker.touch(exist_ok=False)
         except FileExistsError:
             return False
         except OSError:

@@ -68,10 +68,10 @@ def format_of(path: Path) -> Format | None:
     start = _start_of(path)
     if start[:2] == b"PK" and re.search(rb"\[Content_Types\]|docProps/|_rels/|xl/|opendocument", start):
         return _OFFICE
-    for signature, found in _SIGNATURES.items():
+    for signature, file_format in _SIGNATURES.items():
         # A text may begin with letters that are a signature.
         if start.startswith(signature) and not (signature.isalnum() and _is_text(start)):
-            return found
+            return file_format
     if start[257:262] == b"ustar":
         return _packed("a tar archive", "tar -xf FILE")
     if start[:1] == b"\x80" and start[1:2] in b"\x02\x03\x04\x05" and len(start) > 1:
@@ -92,8 +92,8 @@ def read_text(path: Path) -> str:
         OSError: If it cannot be read.
         ValueError: If it holds something else; with its format and advice.
     """
-    if found := format_of(path):
-        raise ValueError(f"it is {found.name}. {found.advice.rstrip('.')}")
+    if file_format := format_of(path):
+        raise ValueError(f"it is {file_format.name}. {file_format.advice.rstrip('.')}")
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

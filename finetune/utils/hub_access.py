@@ -42,12 +42,12 @@ def require_model(name: str | None, key: str | None = None) -> None:
     """
     if name is None or Path(name).exists() or is_cached(os.environ, "models", name):
         return
-    place = f"{key}: there" if key else "There"
+    start = f"{key}: there" if key else "There"
     if not _NAME.fullmatch(name):
-        raise RecipeError(f"{place} is no folder {name}, and models on the hub are named OWNER/NAME. Correct the path.")
+        raise RecipeError(f"{start} is no folder {name}, and models on the hub are named OWNER/NAME. Correct the path.")
     if (problem := why_unreachable(os.environ)) is not None:
         raise RecipeError(
-            f"{place} is no folder '{name}', the hub's cache holds no model of that name, and {problem}. Correct the "
+            f"{start} is no folder '{name}', the hub's cache holds no model of that name, and {problem}. Correct the "
             "name, or let the hub be reached."
         )
 

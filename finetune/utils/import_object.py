@@ -36,14 +36,14 @@ def import_object(path: str, key: str) -> Any:
             f"{key}: '{path}' stands for an object that a Python program handed over, and this process has none. "
             "Hand it over here too, or put it into a file and name it as file.py:object."
         )
-    place, _, name = path.rpartition(":")
+    source, _, name = path.rpartition(":")
     advice, causes = "It is read as package.module:object or as file.py:object.", (AttributeError, OSError, ValueError)
-    _importing.append(place)
+    _importing.append(source)
     try:
         with RecipeError.explaining(f"{key}: cannot import '{path}'", advice, ImportError, *causes):
-            if not place.endswith(".py") and (here := str(Path.cwd())) not in sys.path:
+            if not source.endswith(".py") and (here := str(Path.cwd())) not in sys.path:
                 sys.path.append(here)  # a command that is installed does not look there by itself
-            return attrgetter(name)(_module_of(Path(place)) if place.endswith(".py") else _module_named(place))
+            return attrgetter(name)(_module_of(Path(source)) if source.endswith(".py") else _module_named(source))
     finally:
         _importing.pop()
 
@@ -100,11 +100,11 @@ def own_files(path: str) -> dict[str, Path]:
 
     They are its module, and those that this imports from the same folder, by their places in it. Libraries have none.
     """
-    place = path.rpartition(":")[0]
-    if place.endswith(".py"):
-        name, folders = Path(place).stem, [Path(place).resolve().parent]
+    source = path.rpartition(":")[0]
+    if source.endswith(".py"):
+        name, folders = Path(source).stem, [Path(source).resolve().parent]
     else:
-        name, folders = place, [Path.cwd(), *map(Path, sys.path)]
+        name, folders = source, [Path.cwd(), *map(Path, sys.path)]
     top = name.partition(".")[0]
     folder = next((folder for folder in folders if (folder / top).is_dir() or (folder / f"{top}.py").is_file()), None)
     if folder is None or top in sys.stdlib_module_names or {"site-packages", "dist-packages"} & {*folder.parts}:

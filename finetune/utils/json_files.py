@@ -41,8 +41,8 @@ def parse(content: str | bytes, *, pairs: Callable[[list[tuple[str, Any]]], Any]
     if text.count("[") + text.count("{") > _DEEPEST:
         level = [value]
         for _ in range(_DEEPEST):
-            parts = (part.values() if isinstance(part, dict) else part for part in level)
-            level = [inner for part in parts for inner in part if isinstance(inner, (dict, list))]
+            parts = (container.values() if isinstance(container, dict) else container for container in level)
+            level = [inner for container in parts for inner in container if isinstance(inner, (dict, list))]
         if level:
             raise ValueError("it is nested too deeply")
     return value
@@ -72,9 +72,9 @@ def shape_mismatch(value: Any, shape: Shape, needed: Collection[str] = (), *, na
         return f"{name} has no {', '.join(missing)}"
     inner: list[tuple[str, Any, Shape]] = []
     if isinstance(shape, dict):
-        inner = [(key, value[key], part) for key, part in shape.items() if key in value]
+        inner = [(key, value[key], item) for key, item in shape.items() if key in value]
     elif isinstance(shape, list):
-        inner = [(f"item {number}", part, shape[0]) for number, part in enumerate(value, start=1)]
+        inner = [(f"item {number}", item, shape[0]) for number, item in enumerate(value, start=1)]
     prefix = "" if name == "it" else f"{name}: "
-    found = (shape_mismatch(part, wanted, name=f"{prefix}{key}") for key, part, wanted in inner)
-    return next((problem for problem in found if problem is not None), None)
+    mismatches = (shape_mismatch(item, wanted, name=f"{prefix}{key}") for key, item, wanted in inner)
+    return next((problem for problem in mismatches if problem is not None), None)

@@ -140,8 +140,8 @@ def say_interrupted(error: KeyboardInterrupt, *, quiet: bool = False) -> int:
     # Whoever closed the terminal does not read it, and who asks twice does not want to.
     with suppress(OSError, KeyboardInterrupt):
         if os.environ.get("LOCAL_RANK", "0") == "0" and not quiet:
-            said = " ".join([f"Stopped by {name}.", *getattr(error, "__notes__", [])])
-            print(f"\n{said}", file=sys.stderr, flush=True)
+            message = " ".join([f"Stopped by {name}.", *getattr(error, "__notes__", [])])
+            print(f"\n{message}", file=sys.stderr, flush=True)
     return 128 + number
 
 

@@ -51,8 +51,8 @@ def parse(text: str, loader: Any = yaml.SafeLoader) -> Any:
         mark = error.problem_mark or error.context_mark
         begun = error.context_mark
         context = f"{error.context} that begins on line {begun.line + 1}" if error.context and begun else error.context
-        said = ", ".join(part for part in (context, error.problem) if part)
-        raise YamlProblem(" ".join(said.split()), None if mark is None else mark.line + 1) from error
+        message = ", ".join(phrase for phrase in (context, error.problem) if phrase)
+        raise YamlProblem(" ".join(message.split()), None if mark is None else mark.line + 1) from error
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise YamlProblem(f"the character {chr(error.character)!r} is not allowed", line) from error
@@ -72,7 +72,7 @@ def _check_aliases(root: yaml.Node) -> None:
         if id(node) not in sizes:
             sizes[id(node)] = 0  # being counted
             below = node.value if isinstance(node, yaml.CollectionNode) else []
-            parts = [part for item in below for part in (item if isinstance(item, tuple) else (item,))]
+            parts = [child for item in below for child in (item if isinstance(item, tuple) else (item,))]
             sizes[id(node)] = 1 + sum(map(size, parts))
         elif not sizes[id(node)]:
             mark = node.start_mark

@@ -95,11 +95,11 @@ class ChatEncoder:
 
     def encode(self, document: bytes, where: str) -> Example:
         """One conversation, or one document of plain text."""
-        found = Conversation.from_json(document)
-        if isinstance(found, str):
-            return self._plain(found)
+        parsed = Conversation.from_json(document)
+        if isinstance(parsed, str):
+            return self._plain(parsed)
         try:
-            return self._fitting(found, where)
+            return self._fitting(parsed, where)
         except RecursionError:
             problem = InvalidConversation("nested too deeply", f"{where}: its tools or calls are nested too deeply.")
         except InvalidConversation as broken:
@@ -157,11 +157,11 @@ class ChatEncoder:
         if not supervised:
             return left_out(Facts(unsupervised=1))
         closing = None
-        for place in np.flatnonzero(mask)[::-1][:4].tolist():
-            if int(tokens[place]) in self._special:
-                closing = int(tokens[place])
+        for index in np.flatnonzero(mask)[::-1][:4].tolist():
+            if int(tokens[index]) in self._special:
+                closing = int(tokens[index])
                 break
-            if not text[offsets[place, 0] : offsets[place, 1]].isspace():
+            if not text[offsets[index, 0] : offsets[index, 1]].isspace():
                 break
         facts = Facts(
             examples=1,
@@ -225,8 +225,8 @@ class ChatEncoder:
         def moved(place: int) -> int:
             return place - bisect_left(places, place)
 
-        found = {n: [(moved(start), moved(end)) for start, end in answer] for n, answer in spans.items()}
-        return clean, parts, found, unwritten
+        answers = {n: [(moved(start), moved(end)) for start, end in answer] for n, answer in spans.items()}
+        return clean, parts, answers, unwritten
 
     def _check_unwritten(
         self, chat: Conversation, missing: Sequence[Part], learned: Sequence[int], where: str

@@ -177,12 +177,12 @@ def find_answers(
     """
     if _MARK.search(template.text_for(chat, where)):
         text, spans = template.render_marked(chat, where)
-        found = _by_marks(template, chat, spans, wanted, where)
+        answer_spans = _by_marks(template, chat, spans, wanted, where)
     else:
         text = template.render(chat, where)
-        found = {n: [_by_prefix(template, chat, text, n, special, where)] for n in wanted}
+        answer_spans = {n: [_by_prefix(template, chat, text, n, special, where)] for n in wanted}
     # Nothing is marked where a mark closes at once, even if that is in the midst of a token.
-    return text, {n: [(start, end) for start, end in places if start < end] for n, places in found.items()}
+    return text, {n: [(start, end) for start, end in places if start < end] for n, places in answer_spans.items()}
 
 
 def _by_marks(
@@ -190,13 +190,13 @@ def _by_marks(
 ) -> dict[int, list[Span]]:
     spoken = [number for number, message in enumerate(chat.messages) if message["role"] == "assistant"]
     if len(spans) == len(spoken):
-        found = {number: [span] for number, span in zip(spoken, spans, strict=True)}
+        answer_spans = {number: [span] for number, span in zip(spoken, spans, strict=True)}
     else:
         # A template may mark an answer in several pieces: count what each message adds.
-        found, before = {}, 0
+        answer_spans, before = {}, 0
         for number in spoken:
             marked = len(template.render_marked(first_messages(chat, number + 1), where)[1])
-            found[number] = spans[before:marked]
+            answer_spans[number] = spans[before:marked]
             before = marked
         if before != len(spans):
             raise DataError(
@@ -204,7 +204,7 @@ def _by_marks(
                 f"{before} when it is read one turn at a time: it cannot be told which belongs to which of the "
                 f"{len(spoken)} answers. Mend its {{% generation %}} marks, or name another as chat.template."
             )
-    return {number: found[number] for number in wanted}
+    return {number: answer_spans[number] for number in wanted}
 
 
 def _by_prefix(
@@ -236,8 +236,8 @@ def _end_of(message: Mapping[str, Any], text: str, start: int, special: re.Patte
         # Calls and thoughts may have special tokens of their own.
         return closing[-1] if message.keys() & {"tool_calls", *REASONING} else closing[0]
     content = str(message.get("content") or "").strip()
-    place = text.find(content, start)
-    return place + len(content) if content and place >= 0 else len(text)
+    position = text.find(content, start)
+    return position + len(content) if content and position >= 0 else len(text)
 
 
 def _short(text: str) -> str:
@@ -321,11 +321,11 @@ def _called(chat: Conversation) -> Iterator[dict[str, Any]]:
 
 def _with_texts(chat: Conversation) -> Conversation:
     tree = json.loads(json.dumps(chat.messages))
-    found = replace(chat, messages=tree)
-    for call in _called(found):
+    converted = replace(chat, messages=tree)
+    for call in _called(converted):
         if "arguments" in call:
             call["arguments"] = json.dumps(call["arguments"], ensure_ascii=False)
-    return found
+    return converted
 
 
 def _written(template: Template, chat: Conversation, where: str, *, prompt: bool) -> Writing:
@@ -349,8 +349,8 @@ def _written(template: Template, chat: Conversation, where: str, *, prompt: bool
 
     needed = [number for number, part in enumerate(parts) if part.field in _NEEDED]
     try:
-        found = re.findall(f"{marks.open}([0-9]+){marks.close}", changed(*needed, alone=False))
-        seen = set(map(int, found))
+        matches = re.findall(f"{marks.open}([0-9]+){marks.close}", changed(*needed, alone=False))
+        seen = set(map(int, matches))
     except InvalidConversation:
         seen = set()  # it does not take them as they are then
     missing = (part for number, part in enumerate(parts) if number not in seen and unwritten(number))
@@ -392,8 +392,8 @@ def _parts(chat: Conversation) -> Iterator[Part]:
         paths = [path for path, key in _of_function(tool, (1, number)) if key in ("name", "description", "parameters")]
         for path in paths or [(1, number)]:
             yield Part("tools", None, (path,))
-    for kind, found in others.items():
-        yield Part(kind, None, tuple(found))
+    for kind, all_paths in others.items():
+        yield Part(kind, None, tuple(all_paths))
 
 
 def _of_function(said: Any, path: Place) -> Iterator[tuple[Place, str]]:
@@ -404,10 +404,10 @@ def _of_function(said: Any, path: Place) -> Iterator[tuple[Place, str]]:
         said, path = inner, (*path, "function")
     for key, value in said.items() if isinstance(said, dict) else ():
         if key == "parameters" and isinstance(value, dict):
-            value, place = value.get("properties"), (*path, key, "properties")
+            value, inner_path = value.get("properties"), (*path, key, "properties")
         else:
-            place = (*path, key)
+            inner_path = (*path, key)
         if isinstance(value, dict) and value:
-            yield from (((*place, name), key) for name in value)
+            yield from (((*inner_path, name), key) for name in value)
         elif isinstance(value, str) and value.strip():
-            yield place, key
+            yield inner_path, key

@@ -36,7 +36,7 @@ class Marks:
         """A text without marks, the literal parts of it, and where the marks were in the text that has them."""
         places = [match.start() for match in re.finditer(f"[{self.open}{self.close}]", text)]
         clean = text.replace(self.open, "").replace(self.close, "")
-        bounds = [place - number for number, place in enumerate(places)]
+        bounds = [position - number for number, position in enumerate(places)]
         spans = list(zip(bounds[::2], bounds[1::2], strict=True)) if len(bounds) % 2 == 0 else []
         return clean, spans, places
 
@@ -65,8 +65,8 @@ def marks_for(text: str) -> Marks:
 @lru_cache
 def alternatives(names: tuple[str, ...], marks: Marks | None = None) -> re.Pattern[str]:
     """Matches any of some texts, the longest that fits; with `marks`, one that is not marked."""
-    found = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True)) or "(?!)"
-    return re.compile(found if marks is None else f"(?<!{marks.open})(?:{found})")
+    pattern = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True)) or "(?!)"
+    return re.compile(pattern if marks is None else f"(?<!{marks.open})(?:{pattern})")
 
 
 def encode(

@@ -87,9 +87,9 @@ def pad_documents(
     if long_documents == "split":
         parts = -(-pairs // row_length)
         # The number of each part within its document.
-        part = np.arange(int(parts.sum()), dtype=np.int64) - np.repeat(np.cumsum(parts) - parts, parts)
-        starts = np.repeat(starts, parts) + part * row_length
-        pairs = np.minimum(np.repeat(pairs, parts) - part * row_length, row_length)
+        part_index = np.arange(int(parts.sum()), dtype=np.int64) - np.repeat(np.cumsum(parts) - parts, parts)
+        starts = np.repeat(starts, parts) + part_index * row_length
+        pairs = np.minimum(np.repeat(pairs, parts) - part_index * row_length, row_length)
     elif long_documents == "truncate":
         pairs, counts["truncated"] = np.minimum(pairs, row_length), counts["over_long"]
     else:
@@ -201,9 +201,9 @@ def best_fit_decreasing(lengths: Int64s, room: int) -> Int64s:
             # What fits the fullest row best goes on fitting it best until that row is full.
             each = min(free // size, count)
             taken, rest = taken[: count // each], taken[count // each :]
-            for part, left in ((rest, free), (taken, free - each * size)):
-                if part.size and left:
-                    shelves[left].append(part)
+            for row_numbers, left in ((rest, free), (taken, free - each * size)):
+                if row_numbers.size and left:
+                    shelves[left].append(row_numbers)
                     present |= 1 << left
             rows[items[begin : begin + taken.size * each]] = np.repeat(taken, each)
             begin += taken.size * each
@@ -291,8 +291,8 @@ class TokenRows:
             return np.bincount(self.classes.astype(np.int64), minlength=num_classes)
         assert self.label_classes is not None
         assert self.token_labels is not None
-        found = self.label_classes[self.token_labels[_ranges(self.packed.starts, self.packed.lengths)]]
-        return np.bincount(found[found != IGNORED], minlength=num_classes)
+        token_classes = self.label_classes[self.token_labels[_ranges(self.packed.starts, self.packed.lengths)]]
+        return np.bincount(token_classes[token_classes != IGNORED], minlength=num_classes)
 
     def _language_batch(self, rows: npt.NDArray[np.integer]) -> dict[str, torch.Tensor]:
         widths = self._widths[rows]
@@ -303,22 +303,22 @@ class TokenRows:
         lengths = self.packed.lengths[segments]
         within = _ranges(np.full_like(lengths, 0), lengths)
         source = np.repeat(self.packed.starts[segments], lengths) + within
-        place = _ranges(np.arange(rows.size, dtype=np.int64) * width, widths)
+        destination = _ranges(np.arange(rows.size, dtype=np.int64) * width, widths)
         inputs = np.full(rows.size * width, self.padding_id, np.int64)
         targets = np.full(rows.size * width, IGNORED, np.int64)
-        inputs[place] = self.tokens[source]
-        targets[place] = self.tokens[source + 1]
+        inputs[destination] = self.tokens[source]
+        targets[destination] = self.tokens[source + 1]
         if self.mask is not None:
-            targets[place[~self.mask[source + 1]]] = IGNORED
+            targets[destination[~self.mask[source + 1]]] = IGNORED
         batch = {"input_ids": inputs, "targets": targets}
         if self.restarts:
             batch["position_ids"] = (np.arange(width) - widths[:, None]).ravel()
-            batch["position_ids"][place] = within
-        found = {name: torch.from_numpy(values).view(rows.size, width) for name, values in batch.items()}
+            batch["position_ids"][destination] = within
+        tensors = {name: torch.from_numpy(values).view(rows.size, width) for name, values in batch.items()}
         if self.restarts:
             cu_seqlens = np.append(np.flatnonzero(batch["position_ids"] == 0), rows.size * width)
-            found["cu_seqlens"] = torch.from_numpy(cu_seqlens.astype(np.int32))
-        return found
+            tensors["cu_seqlens"] = torch.from_numpy(cu_seqlens.astype(np.int32))
+        return tensors
 
     def _class_batch(self, rows: npt.NDArray[np.integer]) -> dict[str, torch.Tensor]:
         around = self.wrapping
@@ -352,7 +352,7 @@ class TokenRows:
         return {name: torch.from_numpy(values) for name, values in batch.items()}
 
     def _source_batch(self, rows: npt.NDArray[np.integer], around_targets: Wrapping) -> dict[str, torch.Tensor]:
-        found: list[tuple[npt.NDArray[np.int64], Int64s]] = []
+        padded: list[tuple[npt.NDArray[np.int64], Int64s]] = []
         for side, (around, fill) in enumerate(((self.wrapping, self.padding_id), (around_targets, IGNORED))):
             segments = 2 * rows + side
             starts, lengths = self.packed.starts[segments], self.packed.lengths[segments] + around.size
@@ -361,8 +361,8 @@ class TokenRows:
             for line, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
                 text = self.tokens[start : start + length - around.size].tolist()
                 values[line, :length] = [*around.before, *text, *around.behind]
-            found.append((values, lengths))
-        (inputs, lengths), (targets, _) = found
+            padded.append((values, lengths))
+        (inputs, lengths), (targets, _) = padded
         mask = (np.arange(inputs.shape[1]) < lengths[:, None]).astype(np.int64)
         batch = {"input_ids": inputs, "attention_mask": mask, "targets": targets}
         return {name: torch.from_numpy(values) for name, values in batch.items()}

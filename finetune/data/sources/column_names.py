@@ -29,12 +29,12 @@ def guess_chat_fields(names: Iterable[str]) -> dict[str, str]:
     known = {name.strip().lower(): name for name in names}
     if (turns := _first(known, _MESSAGES)) is not None:
         return {"messages": turns}
-    found = {"user": _first(known, _USER), "assistant": _first(known, _ASSISTANT)}
-    if None in found.values():
+    columns = {"user": _first(known, _USER), "assistant": _first(known, _ASSISTANT)}
+    if None in columns.values():
         return {}
-    taken = {name: column for name, column in known.items() if column not in found.values()}
-    found |= {"input": _first(taken, _INPUT), "system": _first(taken, _SYSTEM)}
-    return {key: name for key, name in found.items() if name is not None}
+    taken = {name: column for name, column in known.items() if column not in columns.values()}
+    columns |= {"input": _first(taken, _INPUT), "system": _first(taken, _SYSTEM)}
+    return {key: name for key, name in columns.items() if name is not None}
 
 
 def guess_field(names: Iterable[str], key: str, *, words: bool = False) -> str | None:
@@ -58,8 +58,8 @@ def as_overrides(source: str, keys: Mapping[str, str]) -> str:
         source: Key of the source, such as `data.train.0`; empty where it is not known.
         keys: Values by their keys below it.
     """
-    place = f"{source}." if source else ""
-    return shell_command(f"{place}{key}={value}" for key, value in keys.items())
+    prefix = f"{source}." if source else ""
+    return shell_command(f"{prefix}{key}={value}" for key, value in keys.items())
 
 
 def _first(known: Mapping[str, str], wanted: Iterable[str]) -> str | None:

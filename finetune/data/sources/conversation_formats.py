@@ -261,17 +261,17 @@ class RecordForm:
         question = self._text(record, "user", where)
         if "input" in self._paths and (more := self._text(record, "input", where).strip()):
             question = f"{question}\n\n{more}"
-        said: list[Any] = []
+        texts: list[Any] = []
         for pair in self._json(record, "history", list, where) or []:  # as LLaMA-Factory has it
             if not isinstance(pair, list) or [type(text) for text in pair] != [str, str]:
                 raise InvalidConversation(
                     "no text",
                     f"{where}: '{self._path('history')}' must be a list of pairs of texts, a question and its answer.",
                 )
-            said += pair
-        said += [question, self._text(record, "assistant", where)]
+            texts += pair
+        texts += [question, self._text(record, "assistant", where)]
         roles = itertools.cycle(("user", "assistant"))
-        messages = [{"role": role, "content": text} for role, text in zip(roles, said, strict=False)]
+        messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
         return messages, [1] * len(messages), len(messages) - 1
 
     def _turns(self, turns: Iterable[Any], where: str) -> tuple[list[dict[str, Any]], list[int]]:
@@ -280,12 +280,12 @@ class RecordForm:
         who, what = self.fields.get("role", who), self.fields.get("content", what)
         known = {**ROLES, **self.roles}
         for number, turn in enumerate(turns, start=1):
-            place = f"{where}, turn {number}"
+            origin = f"{where}, turn {number}"
             if not isinstance(turn, Mapping) or who not in turn:
                 got = ", ".join(turn) if isinstance(turn, Mapping) else kind_of(turn)
                 raise InvalidConversation(
                     "missing field",
-                    f"{place}: a turn of format {self.detected} has the fields {who} and {what}, got {got}. Mend the "
+                    f"{origin}: a turn of format {self.detected} has the fields {who} and {what}, got {got}. Mend the "
                     "record, or set the source's `format`.",
                 )
             name = turn[who]
@@ -293,43 +293,43 @@ class RecordForm:
             if role is None:
                 raise InvalidConversation(
                     "unknown role",
-                    f"{place}: the role is '{name}'; known are {', '.join(known)}. Mend the record, or say whose role "
+                    f"{origin}: the role is '{name}'; known are {', '.join(known)}. Mend the record, or say whose role "
                     f"it is: chat.roles: {{{name}: ROLE}}, where ROLE is system, user, assistant or tool.",
                 )
             if name.lower() == "function_call" and name not in self.roles and what in turn:
-                call = _parsed(turn[what], f"{place}: '{what}'")
+                call = _parsed(turn[what], f"{origin}: '{what}'")
                 functions = call if isinstance(call, list) else [call]
                 if not all(isinstance(function, Mapping) and "name" in function for function in functions):
                     raise InvalidConversation(
                         "tool calls",
-                        f"{place}: a function_call is an object with a name and arguments, or a list of them.",
+                        f"{origin}: a function_call is an object with a name and arguments, or a list of them.",
                     )
                 calls = [{"type": "function", "function": function} for function in functions]
                 turn = {**{key: value for key, value in turn.items() if key != what}, "tool_calls": calls}
-            message = {"role": role, **self._more(turn, (who, what), place)}
+            message = {"role": role, **self._more(turn, (who, what), origin)}
             if what in turn or "tool_calls" not in message:
-                message["content"] = _content(turn.get(what, ABSENT), what, turn, place)
+                message["content"] = _content(turn.get(what, ABSENT), what, turn, origin)
             messages.append(message)
-            weights.append(_weight(turn, place, role=message["role"]))
+            weights.append(_weight(turn, origin, role=message["role"]))
         return messages, weights
 
     def _more(self, turn: Mapping[str, Any], known: Sequence[str], place: str) -> dict[str, Any]:
         """Collects the fields of a message besides role and text: templates may read any of them."""
         _refuse_media(turn, place)
-        found: dict[str, Any] = {}
+        extras: dict[str, Any] = {}
         for key, value in turn.items():
             if key in (*known, *_WEIGHTS, "id") or value in ("", [], {}):
                 continue
             if key == "tool_calls":
-                found[key] = _calls(value, f"{place}: '{key}'")
+                extras[key] = _calls(value, f"{place}: '{key}'")
             elif key == "function_call" and "tool_calls" not in turn:  # OpenAI's older form
-                found["tool_calls"] = _calls([{"type": "function", "function": value}], f"{place}: '{key}'")
+                extras["tool_calls"] = _calls([{"type": "function", "function": value}], f"{place}: '{key}'")
             elif _is_json(value):
-                found[key] = value
+                extras[key] = value
             else:
                 self.unread.add(f"{key} of messages")
         # Transformers gives them to templates under each other's names.
-        return {k: v for k, v in found.items() if k not in REASONING[1:] or v != found.get(REASONING[0])}
+        return {k: v for k, v in extras.items() if k not in REASONING[1:] or v != extras.get(REASONING[0])}
 
     def _text(self, record: Mapping[str, Any], key: str, where: str) -> str:
         value = self._value(record, key, where)
@@ -341,22 +341,22 @@ class RecordForm:
 
     def _tools(self, record: Mapping[str, Any], where: str) -> list[Any] | None:
         key = "tools" if find_value(record, self._path("tools")) is not ABSENT else "functions"
-        found = []
+        tools = []
         for tool in self._json(record, key, list, where) or []:
             tool = _parsed(tool, f"{where}: a tool of '{self._path(key)}'")
             if isinstance(tool, Mapping):
                 tool = _with_object(tool, "parameters", f"{where}: tools")
-            found.append(tool if key == "tools" else {"type": "function", "function": tool})
-        return found or None
+            tools.append(tool if key == "tools" else {"type": "function", "function": tool})
+        return tools or None
 
     def _json(self, record: Mapping[str, Any], key: str, kind: type, where: str) -> Any:
         """An object or a list, which may be written as a text in JSON, as CSV has to; None where there is none."""
-        place = f"{where}: '{self._path(key)}'"
+        origin = f"{where}: '{self._path(key)}'"
         value = self._value(record, key, where)
-        value = None if isinstance(value, str) and not value.strip() else _parsed(value, place)
+        value = None if isinstance(value, str) and not value.strip() else _parsed(value, origin)
         if value is not None and not isinstance(value, kind):
             wanted = "an object" if kind is dict else "a list"
-            raise InvalidConversation(key, f"{place} must be {wanted}, got {kind_of(value)}.")
+            raise InvalidConversation(key, f"{origin} must be {wanted}, got {kind_of(value)}.")
         return value
 
     def _path(self, key: str) -> str:
@@ -525,8 +525,8 @@ def _paths(value: Any, prefix: str) -> Iterator[str]:
     if not inner or prefix.count(".") >= 4:
         yield prefix[:-1]
         return
-    for key, part in inner.items():
-        yield from _paths(part, f"{prefix}{key}.")
+    for key, child in inner.items():
+        yield from _paths(child, f"{prefix}{key}.")
 
 
 def kind_of(value: Any) -> str:

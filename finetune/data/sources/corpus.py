@@ -76,8 +76,8 @@ class Corpus:
         taken = form.fingerprint() if form else [self.fields.text, self.fields.label]
         taken += [self.fields.pair] if self.fields.pair is not None else []
         taken += {"number": ["numbers"], "tags": ["tagged"], "target": ["target"]}.get(self.fields.learned, [])
-        found = {"content": self.content, "fields": taken, "weight": self.source.weight, "limit": self.source.limit}
-        return {**found, "classes": classes} if classes else found
+        identity = {"content": self.content, "fields": taken, "weight": self.source.weight, "limit": self.source.limit}
+        return {**identity, "classes": classes} if classes else identity
 
     def documents(self) -> Iterator[Document]:
         """Reads from the start, in a fixed order.
@@ -317,8 +317,8 @@ def choose_texts(corpus: Corpus, rules: Rules, held_digests: npt.NDArray[np.uint
     Raises:
         DataError: If a document cannot be read, or is longer than can be tokenised.
     """
-    whole, part = divmod(corpus.source.weight, 1.0)
-    held_below, kept_below = int(rules.held_out * _RANGE), int(part * _RANGE)
+    whole, fraction = divmod(corpus.source.weight, 1.0)
+    held_below, kept_below = int(rules.held_out * _RANGE), int(fraction * _RANGE)
     for document in corpus.documents():
         if corpus.fields.form is not None and not document.text:
             continue  # broken, and counted where it was read
@@ -336,8 +336,8 @@ def choose_texts(corpus: Corpus, rules: Rules, held_digests: npt.NDArray[np.uint
         if copies:
             held_out = digest < held_below
             if held_digests is not None:
-                place = int(np.searchsorted(held_digests, np.uint64(digest)))
-                held_out = place < held_digests.size and int(held_digests[place]) == digest
+                index = int(np.searchsorted(held_digests, np.uint64(digest)))
+                held_out = index < held_digests.size and int(held_digests[index]) == digest
             copies = 1 if held_out else copies
             about = (document.where, corpus.meter.done, document.issue, document.tags, document.record)
             yield Chosen(data, digest, held_out, copies, document.label, *about)
@@ -379,11 +379,11 @@ def held_out_digests(corpora: Sequence[Corpus], rules: Rules) -> npt.NDArray[np.
     ranks[[numbers[label] for label in ordered]] = np.arange(len(ordered))
     classes = ranks[np.array(codes, np.int64)]
     order = np.argsort(classes, kind="stable")
-    found, first = np.unique(np.array(digests, np.uint64)[order], return_index=True)
+    unique, first = np.unique(np.array(digests, np.uint64)[order], return_index=True)
     classes = classes[order][first]
     counts = np.bincount(classes, minlength=len(ordered)).tolist()
-    taken = [found[classes == number][:count] for number, count in enumerate(_shares(counts, rules.held_out))]
-    return np.sort(np.concatenate([found[:0], *taken]))
+    taken = [unique[classes == number][:count] for number, count in enumerate(_shares(counts, rules.held_out))]
+    return np.sort(np.concatenate([unique[:0], *taken]))
 
 
 def _shares(counts: Sequence[int], share: float) -> list[int]:

@@ -98,13 +98,13 @@ def read_file(path: Path, fields: Fields, meter: Meter | None = None) -> Iterato
     """
     suffix = path.suffix.lower()
     with refuse_unreadable(path):
-        found = format_of(path)
-        if found == HTML and suffix == ".txt":
-            found = None  # a text like any other
-        if found is not None and not (found == PARQUET and suffix == ".parquet"):
+        file_format = format_of(path)
+        if file_format == HTML and suffix == ".txt":
+            file_format = None  # a text like any other
+        if file_format is not None and not (file_format == PARQUET and suffix == ".parquet"):
             though = f", though its name ends in {path.suffix}" if suffix in _READERS else ""
-            raise DataError(f"{path} is {found.name}{though}. {found.advice} {_allowed()}")
-        if suffix in (".parquet", *_COMPRESSED) and found is None and holds_text(path):
+            raise DataError(f"{path} is {file_format.name}{though}. {file_format.advice} {_allowed()}")
+        if suffix in (".parquet", *_COMPRESSED) and file_format is None and holds_text(path):
             raise DataError(
                 f"{path} is not a readable {_COMPRESSED.get(suffix, 'Parquet')} file: it holds text. Give it a name "
                 f"that says what it is. {_allowed()}"
@@ -332,19 +332,19 @@ def _read_txt(path: Path, fields: Fields, meter: Meter) -> Iterator[Document]:
             f"{path} is plain text and has no pairs (`pair_field`). Give a .jsonl, .json, .parquet or .csv file with "
             "both fields."
         )
-    found: list[str] = []
+    buffer: list[str] = []
     first, size = 1, 0
     for number, line in lines(path, meter):
         if line.strip() != END_OF_TEXT:
-            found.append(line.replace("\r\n", "\n"))
+            buffer.append(line.replace("\r\n", "\n"))
             size += len(line)
             if size > MAX_DOCUMENT_BYTES:
                 raise too_long(f"{path}, line {first}", "there is no line `<|endoftext|>` behind so much")
             continue
-        yield document_of("".join(found), fields, f"{path}, line {first}")
-        found.clear()
+        yield document_of("".join(buffer), fields, f"{path}, line {first}")
+        buffer.clear()
         first, size = number + 1, 0
-    rest = "".join(found)
+    rest = "".join(buffer)
     if rest.strip():
         yield document_of(rest, fields, f"{path}, line {first}")
 

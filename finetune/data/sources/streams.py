@@ -55,11 +55,11 @@ class JsonReader:
             raise ValueError("its lists or objects are nested too deeply") from error
 
     def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
+        members = dict(pairs)
+        if len(members) < len(pairs):
             keys = [key for key, _ in pairs]
             self.duplicate_key = next(key for key in keys if keys.count(key) > 1)
-        return found
+        return members
 
 
 def require_encodable(value: Any, where: str, what: str) -> None:

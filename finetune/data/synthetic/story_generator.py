@@ -81,8 +81,8 @@ def distinct_items(count: int, make: Callable[[int], Item], written: Callable[[I
 @cache
 def read_story_data() -> dict[str, Any]:
     """Returns the sentences, plots and words of stories and conversations."""
-    found: dict[str, Any] = json_files.read(Path(__file__).with_name("stories.json"))
-    return found
+    data: dict[str, Any] = json_files.read(Path(__file__).with_name("stories.json"))
+    return data
 
 
 class Dice:
@@ -212,11 +212,11 @@ def _messages(system: str, turns: list[tuple[str, str]]) -> tuple[dict[str, str]
 def _facts(tale: Tale) -> list[_Fact]:
     """Lists what can be asked about the beginning of a story. There is always a fact that is one word."""
     data, character = read_story_data(), tale.slots[1]
-    told = ["home", "hero"]
+    fact_names = ["home", "hero"]
     friendly = "best friend" in character  # which says as well what the friend is
     if tale.cast["h"].noun != tale.cast["f"].noun or not friendly:
-        told.append("name")
+        fact_names.append("name")
     if character:
-        told.append("friend" if friendly else "nature")
-    facts = [*(data["facts"][name] for name in told), *data["plots"][tale.label]["facts"]]
+        fact_names.append("friend" if friendly else "nature")
+    facts = [*(data["facts"][name] for name in fact_names), *data["plots"][tale.label]["facts"]]
     return [_Fact(*(capital(text.format(**tale.cast)) for text in fact)) for fact in facts]

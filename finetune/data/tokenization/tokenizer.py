@@ -81,7 +81,7 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     if wrong is not None:
         raise DataError(f"{'tokenizer' if section.name else 'model'}.name: {wrong}")
     try:
-        found = _load(name, revision, model.trust_remote_code)
+        tokenizer = _load(name, revision, model.trust_remote_code)
     except Exception as error:  # Each tokenizer class fails in its own way; all mean that there is none to use.
         _check_files(name)
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(". :")
@@ -90,12 +90,12 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
             "files (such as tokenizer.json) or a name on the hub; correct tokenizer.name, or set tokenizer.vocab_size "
             "to train one."
         ) from error
-    if damage := why_damaged(found):
+    if damage := why_damaged(tokenizer):
         raise DataError(
             f"The tokenizer '{name}' {damage}. Copy them, correct tokenizer.name, or set tokenizer.vocab_size to train "
             "one."
         )
-    return found
+    return tokenizer
 
 
 def why_damaged(tokenizer: PreTrainedTokenizerBase) -> str | None:
@@ -130,8 +130,8 @@ def _check_files(name: str) -> None:
     folder = Path(name)
     kinds = (".json", ".txt", ".model", ".jinja")
     for file in sorted(path for path in folder.glob("*") if path.suffix in kinds and os.access(path, os.R_OK)):
-        if found := format_of(file) if file.is_file() else None:
-            raise DataError(f"{file} is {found.name}, and no part of a tokenizer. {found.advice}")
+        if file_format := format_of(file) if file.is_file() else None:
+            raise DataError(f"{file} is {file_format.name}, and no part of a tokenizer. {file_format.advice}")
     file = folder / "config.json"
     if file.is_file():
         with DataError.explaining(f"{file} is no valid JSON", "It is the model's configuration; restore it."):
@@ -233,13 +233,13 @@ def target_wrapping_of(tokenizer: PreTrainedTokenizerBase) -> Wrapping:
     Raises:
         DataError: If it has none, or does something else to the text as well.
     """
-    found, end = wrapping_of(tokenizer, target=True), tokenizer.eos_token_id
+    wrapping, end = wrapping_of(tokenizer, target=True), tokenizer.eos_token_id
     if end is None:
         raise DataError(
             f"The tokenizer {type(tokenizer).__name__} has no end-of-text token, so that no target would end, nor what "
             "is generated. Name another as tokenizer.name, or give this one an eos_token."
         )
-    return found if end in found.behind else found._replace(behind=(*found.behind, end))
+    return wrapping if end in wrapping.behind else wrapping._replace(behind=(*wrapping.behind, end))
 
 
 def truncate_pair(first: int, second: int, room: int) -> tuple[int, int]:
@@ -356,7 +356,7 @@ class Encoder:
         """Tokens of some UTF-8 texts."""
         decoded = [text.decode() for text in texts]
         if self._pairs:
-            decoded = [part for text in decoded for part in (json.loads(text) if text else ("", ""))]
+            decoded = [segment for text in decoded for segment in (json.loads(text) if text else ("", ""))]
         if self._learned == "tags":
             return self._encode_words([json.loads(text) if text else [] for text in decoded])
         if self._fast is None:
@@ -369,7 +369,7 @@ class Encoder:
                 for number, text in enumerate(decoded)
             ]
         else:
-            lists = [found.ids for found in self._fast.encode_batch_fast(decoded, add_special_tokens=False)]
+            lists = [encoding.ids for encoding in self._fast.encode_batch_fast(decoded, add_special_tokens=False)]
         lengths = np.array([len(ids) for ids in lists], np.uint32)
         numbers = np.fromiter(itertools.chain.from_iterable(lists), np.uint32, int(lengths.sum()))
         if self._pairs:
@@ -389,10 +389,10 @@ class Encoder:
                 f"The tokenizer {type(self._tokenizer).__name__} has no fast form (tokenizer.json), and no other says "
                 "which word a token belongs to, so words cannot be tagged with it. Name another as tokenizer.name."
             )
-        found = self._fast.encode_batch([" ".join(words) for words in documents], add_special_tokens=False)
-        lengths = np.array([len(encoding.ids) for encoding in found], np.uint32)
-        numbers = np.fromiter(itertools.chain.from_iterable(e.ids for e in found), np.uint32, int(lengths.sum()))
-        begun = [_first_tokens(words, encoding.offsets) for words, encoding in zip(documents, found, strict=True)]
+        encodings = self._fast.encode_batch([" ".join(words) for words in documents], add_special_tokens=False)
+        lengths = np.array([len(encoding.ids) for encoding in encodings], np.uint32)
+        numbers = np.fromiter(itertools.chain.from_iterable(e.ids for e in encodings), np.uint32, int(lengths.sum()))
+        begun = [_first_tokens(words, encoding.offsets) for words, encoding in zip(documents, encodings, strict=True)]
         return Encoded(lengths, numbers, words=np.concatenate(begun))
 
     def encode_all(self, batches: Iterable[Sequence[Chosen]]) -> Iterator[tuple[Sequence[Chosen], Encoded]]:
@@ -426,10 +426,10 @@ def _first_tokens(words: Sequence[str], offsets: Sequence[tuple[int, int]]) -> n
     word_ends = np.cumsum(lengths + 1) - 1
     first = np.searchsorted(ends, word_ends - lengths, side="right")
     begun = np.flatnonzero(np.append(starts, word_ends[-1:])[first] < word_ends)[::-1]
-    found = np.full(len(starts), -1, np.int32)
+    word_ids = np.full(len(starts), -1, np.int32)
     # Of several words in a token the first, which is written last.
-    found[first[begun]] = begun
-    return found
+    word_ids[first[begun]] = begun
+    return word_ids
 
 
 def open_tokenizer(definition: str) -> Tokenizer:

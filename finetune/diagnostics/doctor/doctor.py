@@ -48,12 +48,12 @@ def read_request(
     env: Mapping[str, str],
 ) -> tuple[Asked, list[CheckResult]]:
     """Reads recipe and launch file; one that cannot be read is a result, and the rest is checked all the same."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     problems: list[CheckResult] = []
 
     def read(name: str, what: str, reader: Callable[[], object]) -> None:
         try:
-            found[name] = reader()
+            values[name] = reader()
         except FinetuneError as error:
             texts = [line.strip() for line in error.lines if line.startswith("  ")] or [str(error)]
             problems.extend(failure(what, text) for text in texts)
@@ -65,7 +65,7 @@ def read_request(
         problems.append(failure("recipe", named, "name one with --recipe RECIPE"))
     if config_file is not None:
         read("foreseen", "launch file", lambda: predict_environment(config_file, options, env))
-    return Asked(env=env, **found), problems
+    return Asked(env=env, **values), problems
 
 
 def run_checks(

@@ -28,23 +28,23 @@ QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 def threads(asked: Asked) -> Iterable[CheckResult]:
     """Checks whether processes and their threads fit the cores."""
-    cores, allowed, said = platforms.cores(), container_cores(), asked.env.get("OMP_NUM_THREADS")
-    if said is not None and not (said.isdecimal() and int(said)):
-        yield failure("threads", f"OMP_NUM_THREADS is '{said}'", "set it to a number, or unset it")
+    cores, allowed, setting = platforms.cores(), container_cores(), asked.env.get("OMP_NUM_THREADS")
+    if setting is not None and not (setting.isdecimal() and int(setting)):
+        yield failure("threads", f"OMP_NUM_THREADS is '{setting}'", "set it to a number, or unset it")
         return
     # With GPUs, processes keep to the one thread that Accelerate gives them.
     fair = 1 if of_torch().gpus else max(1, cores // asked.local)
-    each = int(said) if said else fair
-    found = f"{asked.local} process(es) x {each} thread(s) on {cores} core(s)"
+    each = int(setting) if setting else fair
+    summary = f"{asked.local} process(es) x {each} thread(s) on {cores} core(s)"
     if allowed is not None and allowed < min(cores, asked.local * each):
         advice = f"set OMP_NUM_THREADS={max(1, int(allowed) // asked.local)}"
-        yield warning("threads", f"{found}, of which this container may use {allowed:.1f}", advice)
+        yield warning("threads", f"{summary}, of which this container may use {allowed:.1f}", advice)
     elif asked.local > cores:
-        yield warning("threads", f"{found}: processes wait for each other", "start fewer, or take a larger machine")
+        yield warning("threads", f"{summary}: processes wait for each other", "start fewer, or take a larger machine")
     elif asked.local * each > cores:
-        yield warning("threads", f"{found}: they wait for each other", f"set OMP_NUM_THREADS={fair}")
+        yield warning("threads", f"{summary}: they wait for each other", f"set OMP_NUM_THREADS={fair}")
     else:
-        yield ok("threads", found)
+        yield ok("threads", summary)
 
 
 def container_cores() -> float | None:
@@ -59,15 +59,15 @@ def container_cores() -> float | None:
 def files(asked: Asked) -> Iterable[CheckResult]:
     """Checks how many files a process may have open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    found, advice = f"{soft} open files a process", f"ulimit -n {max(PLENTY, soft)}"
+    summary, advice = f"{soft} open files a process", f"ulimit -n {max(PLENTY, soft)}"
     if hard != resource.RLIM_INFINITY and hard < PLENTY:
         advice += f" (the system allows {hard}: raise it in /etc/security/limits.conf)"
     if soft != resource.RLIM_INFINITY and soft < FEW:
-        yield failure("files", found, advice)
+        yield failure("files", summary, advice)
     elif soft != resource.RLIM_INFINITY and soft < PLENTY // 4:
-        yield warning("files", found, advice)
+        yield warning("files", summary, advice)
     else:
-        yield ok("files", found)
+        yield ok("files", summary)
 
 
 GIB = 2**30
@@ -86,19 +86,19 @@ def folders(asked: Asked) -> Iterable[CheckResult]:
     }
     launched = flat(asked.launch.ds_config if asked.launch else {})
     places |= {key: value for key, value in launched.items() if key.endswith(".nvme_path")}
-    for what, folder in ((what, Path(place)) for what, place in places.items()):
+    for what, folder in ((what, Path(location)) for what, location in places.items()):
         # The folder, or the nearest one above it that is there.
-        place = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.is_dir())
-        free = shutil.disk_usage(place).free
-        found = f"{what}: {folder}, {free / GIB:.1f} GiB free"
-        if not os.access(place, os.W_OK | os.X_OK):
+        location = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.is_dir())
+        free = shutil.disk_usage(location).free
+        summary = f"{what}: {folder}, {free / GIB:.1f} GiB free"
+        if not os.access(location, os.W_OK | os.X_OK):
             yield failure("disk", f"{what}: {folder}, which this user may not write", "name another folder")
         elif free < FULL:
-            yield failure("disk", found, "make room, or name a folder on another disk")
+            yield failure("disk", summary, "make room, or name a folder on another disk")
         elif free < ROOMY:
-            yield warning("disk", found, "a checkpoint of AdamW takes 12 bytes a trained parameter, and `keep` stay")
+            yield warning("disk", summary, "a checkpoint of AdamW takes 12 bytes a trained parameter, and `keep` stay")
         else:
-            yield ok("disk", found)
+            yield ok("disk", summary)
 
 
 def shared_memory(asked: Asked) -> Iterable[CheckResult]:
@@ -110,13 +110,13 @@ def shared_memory(asked: Asked) -> Iterable[CheckResult]:
         yield failure("shared memory", f"there is no {SHARED}", f"mount a tmpfs there; {advice}")
         return
     free, needs = shutil.disk_usage(SHARED).free, shared_bytes(asked.launch, asked.local)
-    found = f"{free / GIB:.2f} GiB free"
+    summary = f"{free / GIB:.2f} GiB free"
     if free < needs:
-        yield failure("shared memory", f"{found}; this launch maps {needs / GIB:.2f} GiB", advice)
+        yield failure("shared memory", f"{summary}; this launch maps {needs / GIB:.2f} GiB", advice)
     elif free < GIB:
-        yield warning("shared memory", f"{found}; NCCL and workers that tokenise may need more", advice)
+        yield warning("shared memory", f"{summary}; NCCL and workers that tokenise may need more", advice)
     else:
-        yield ok("shared memory", found)
+        yield ok("shared memory", summary)
 
 
 # There where NVIDIA's kernel module is loaded.
@@ -171,8 +171,8 @@ def ops(asked: Asked) -> Iterable[CheckResult]:
     """Checks the native ops that the launch needs; without a launch file all that any could need."""
     from finetune.distributed import native_ops
 
-    found, ready = native_ops.ops_to_inspect(asked.launch), []
-    for op in found:
+    op_names, ready = native_ops.ops_to_inspect(asked.launch), []
+    for op in op_names:
         spec = native_ops.OPS[op]
         if (lacking := native_ops.find_missing(op)) is not None:
             what, install = lacking
@@ -187,7 +187,7 @@ def ops(asked: Asked) -> Iterable[CheckResult]:
             yield warning("native ops", f"{op}, for {spec.used_by}, {state}", advice)
         else:
             ready.append(op)
-    none = "none compiled" if found else "none needed"
+    none = "none compiled" if op_names else "none needed"
     yield ok("native ops", f"compiled: {', '.join(ready)}" if ready else none)
 
 
@@ -223,12 +223,12 @@ def overriding(asked: Asked) -> Iterable[CheckResult]:
 
 def python(asked: Asked) -> Iterable[CheckResult]:
     """Checks the interpreter's version."""
-    found = ".".join(map(str, sys.version_info[:3]))
+    version = ".".join(map(str, sys.version_info[:3]))
     needs = SpecifierSet(metadata.metadata("finetune")["Requires-Python"])
-    if found in needs:
-        yield ok("python", found)
+    if version in needs:
+        yield ok("python", version)
     else:
-        yield failure("python", f"{found}, needed is {needs}", "install such a Python and run `make setup` with it")
+        yield failure("python", f"{version}, needed is {needs}", "install such a Python and run `make setup` with it")
 
 
 def packages(asked: Asked) -> Iterable[CheckResult]:
@@ -242,8 +242,8 @@ def packages(asked: Asked) -> Iterable[CheckResult]:
         name, version, advice = requirement.name, installed(requirement.name), f"pip install '{requirement}'"
         if version is None and name in NEEDED_BY:
             result = failure if name in needed else warning
-            found = f"{name} is not installed; {NEEDED_BY[name]} need it"
-            yield result("packages", found, f"{advice}, or do without")
+            message = f"{name} is not installed; {NEEDED_BY[name]} need it"
+            yield result("packages", message, f"{advice}, or do without")
         elif version is None:
             yield failure("packages", f"{name} is not installed", advice)
         elif not requirement.specifier.contains(version, prereleases=True):

@@ -46,13 +46,13 @@ def hostname(asked: Asked) -> Iterable[CheckResult]:
     # Where it matters, `finetune launch` names the interface.
     advice = "add the name with the machine's address to /etc/hosts, or set GLOO_SOCKET_IFNAME to its interface"
     advice += "; `finetune launch` does without"
-    found = host_addresses(name)
-    if not found:
+    addresses = host_addresses(name)
+    if not addresses:
         yield warning("hostname", f"{name} has no address", advice)
-    elif several and is_only_here(found) and "GLOO_SOCKET_IFNAME" not in asked.env:
-        yield warning("hostname", f"{name} is {', '.join(found)}, which other machines do not reach", advice)
+    elif several and is_only_here(addresses) and "GLOO_SOCKET_IFNAME" not in asked.env:
+        yield warning("hostname", f"{name} is {', '.join(addresses)}, which other machines do not reach", advice)
     else:
-        yield ok("hostname", f"{name} is {', '.join(found)}")
+        yield ok("hostname", f"{name} is {', '.join(addresses)}")
 
 
 def first_machine(asked: Asked) -> Iterable[CheckResult]:
@@ -62,15 +62,15 @@ def first_machine(asked: Asked) -> Iterable[CheckResult]:
         return
     named, rank = asked.foreseen.asked.main_process_ip, asked.foreseen.asked.machine_rank
     advice = "give --main_process_ip with an address of the first machine, the same on all"
-    found = host_addresses(named) if named else []
-    ours = bool(set(found) & own_addresses())
-    if not found:
+    addresses = host_addresses(named) if named else []
+    ours = bool(set(addresses) & own_addresses())
+    if not addresses:
         yield failure("machines", f"main_process_ip is {named}, which has no address", advice)
-    elif is_only_here(found):
+    elif is_only_here(addresses):
         yield failure("machines", f"main_process_ip is {named}, which is each machine itself", advice)
     elif (rank == 0) != ours:
-        said = f"main_process_ip {named} is {'an' if ours else 'no'} address of this machine"
-        yield failure("machines", f"this is machine {rank}, but {said}", f"{advice}, or --machine_rank")
+        mismatch = f"main_process_ip {named} is {'an' if ours else 'no'} address of this machine"
+        yield failure("machines", f"this is machine {rank}, but {mismatch}", f"{advice}, or --machine_rank")
     elif ours:
         yield ok("machines", f"{asked.machines}; the first one is this")
     else:
@@ -81,8 +81,8 @@ def clock(asked: Asked) -> Iterable[CheckResult]:
     """Checks whether this machine's clock can be right; logs of several machines, and certificates, need that."""
     now, newest = time.time(), max(file.stat().st_mtime for file in Path(__file__).parent.glob("*.py"))
     if now < newest:
-        found = f"it says {time.strftime('%Y-%m-%d %H:%M', time.gmtime(now))} UTC, before its files were written"
-        yield warning("clock", found, "set it; certificates of the hub look invalid else")
+        message = f"it says {time.strftime('%Y-%m-%d %H:%M', time.gmtime(now))} UTC, before its files were written"
+        yield warning("clock", message, "set it; certificates of the hub look invalid else")
     elif asked.machines > 1 and not is_synchronised():
         yield warning("clock", "the kernel does not know it to be synchronised", "run an NTP client on all machines")
     else:

@@ -171,7 +171,7 @@ def compare_runs(one: FinishedRun, other: FinishedRun) -> Comparison:
         step: {key: relative_difference(one.steps[step][key], other.steps[step][key]) for key in ("loss", "grad_norm")}
         for step in common
     }
-    first = next((said for step in common for said in _differences(one, other, step, steps[step], allowed)), None)
+    first = next((text for step in common for text in _differences(one, other, step, steps[step], allowed)), None)
     reasons = [first] if first is not None else []
     if not common:
         reasons.append("no step is logged in both; run them with log.every_steps=1")
@@ -337,7 +337,7 @@ def _inert(one: FinishedRun, other: FinishedRun, names: Collection[str]) -> set[
     network = cls.from_pretrained(folder, config=config, dtype=torch.float32).eval()
     parameters = dict(network.named_parameters())
     ids = (torch.arange(2 * 24).view(2, 24) * 5 + 1) % config.get_text_config().vocab_size
-    found = set()
+    inert = set()
     with torch.no_grad(), ExitStack() as opened:
         files, before = _files(other, opened), network(input_ids=ids).logits
         for name in parameters.keys() & set(biases):
@@ -345,8 +345,8 @@ def _inert(one: FinishedRun, other: FinishedRun, names: Collection[str]) -> set[
             moved = {name: parameters[name] + away / away.square().mean().sqrt()}
             after = torch.func.functional_call(network, moved, kwargs={"input_ids": ids}).logits
             if (after - before).norm() / before.norm() <= _NOTHING:
-                found.add(name)
-    return found
+                inert.add(name)
+    return inert
 
 
 def print_report(comparisons: Sequence[Comparison], console: Console) -> None:

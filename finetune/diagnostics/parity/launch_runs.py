@@ -39,13 +39,13 @@ def find_launches(names: str, num_processes: int | None = None) -> dict[str, Lau
     if len(words) < 2:
         raise RecipeError(f"--on {names}: name two launch configs at least, such as `--on single,ddp`.")
     options = {} if num_processes is None else {"num_processes": str(num_processes)}
-    found: dict[str, Launch] = {}
+    launches: dict[str, Launch] = {}
     for word in words:
         file = Path(launch_file(word))
-        if file.stem in found:
+        if file.stem in launches:
             raise RecipeError(f"--on {names}: {file.stem} is named twice. Name each launch config once.")
-        found[file.stem] = predict_environment(str(file), options, os.environ).launch
-    return found
+        launches[file.stem] = predict_environment(str(file), options, os.environ).launch
+    return launches
 
 
 def write_recipes(

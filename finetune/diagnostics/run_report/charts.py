@@ -98,8 +98,8 @@ def charts_of(runs: Sequence[tuple[str, RunHistory]]) -> list[Chart]:
     best: list[Mark] = []
     if only is not None and len(only.training["step"]):
         restarts = [Mark(start.from_step, f"restart at step {start.from_step}", "↻") for start in only.starts[1:]]
-    if only is not None and (found := only.best_evaluation) is not None:
-        best = [Mark(found[0], f"best {only.best_name}", "★")]
+    if only is not None and (evaluation := only.best_evaluation) is not None:
+        best = [Mark(evaluation[0], f"best {only.best_name}", "★")]
 
     def logged(key: str, title: str) -> list[Curve]:
         curves = []
@@ -186,9 +186,9 @@ def _machine_charts(run: RunHistory) -> Iterator[Chart]:
     unit, unit_s = time_unit(last - first)
     for key, (title, measure, keys) in _OF_MACHINES.items():
         curves = [
-            _curve(f"machine {machine.name}{part and f', {part}'}", run, (time - first) / unit_s, y, color, style)
+            _curve(f"machine {machine.name}{label and f', {label}'}", run, (time - first) / unit_s, y, color, style)
             for machine, time, color in zip(run.machines, times, cycle(_PALETTE), strict=False)
-            for (name, part), style in zip(keys.items(), _STYLES, strict=False)
+            for (name, label), style in zip(keys.items(), _STYLES, strict=False)
             if np.isfinite(y := machine.samples[name]).any()
         ]
         yield Chart(key, title, measure, curves, from_zero=True, axis=f"time since the first sample ({unit})")
@@ -219,11 +219,11 @@ def _phases(run: RunHistory) -> list[Curve]:
     whole = run.training["step_s"]
     chosen = downsample_curve(whole)
     parts = {name: np.nan_to_num(run.training[key]) for key, name in _PHASES.items()}
-    parts = {name: part for name, part in parts.items() if part.any()}
+    parts = {name: seconds for name, seconds in parts.items() if seconds.any()}
     parts["other"] = np.maximum(whole - sum(parts.values()), 0.0)
     return [
-        Curve(name, run, run.training["step"][chosen], part[chosen], color, "stacked")
-        for (name, part), color in zip(parts.items(), _PALETTE, strict=False)
+        Curve(name, run, run.training["step"][chosen], seconds[chosen], color, "stacked")
+        for (name, seconds), color in zip(parts.items(), _PALETTE, strict=False)
     ]
 
 

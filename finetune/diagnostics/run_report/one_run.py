@@ -90,10 +90,10 @@ def last_loss(run: RunHistory) -> float | None:
 
 def peak_memory(run: RunHistory) -> tuple[str, str]:
     """Returns the most memory that is known of, and what that is."""
-    told = run.facts.get("peak_memory") or {}
-    if (told.get("measured") or 0) > 0:
-        more = ", over what its process held before" if told.get("of") == "resident" else ""
-        return format_bytes(told["measured"]), f"peak memory of training, fullest rank{more}"
+    recorded = run.facts.get("peak_memory") or {}
+    if (recorded.get("measured") or 0) > 0:
+        more = ", over what its process held before" if recorded.get("of") == "resident" else ""
+        return format_bytes(recorded["measured"]), f"peak memory of training, fullest rank{more}"
     seen = run.training["peak_memory_gib"]
     most = float(np.nanmax(seen)) * 2**30 if np.isfinite(seen).any() else None
     return format_bytes(most), f"peak memory of {whose_memory([run])}"
@@ -164,35 +164,35 @@ def predict_peak(run: RunHistory) -> int | str:
     known = {field.name for field in fields(Launch)}
     try:
         of = candidates_of(recipe, Launch(**{key: launch[key] for key in launch.keys() & known}), 1 << 50)
-        found = of(rows) if of is not None else None
+        candidate = of(rows) if of is not None else None
     except (FinetuneError, OSError, ValueError) as error:
         return f"the plan refuses it: {shorten(str(error), 200, placeholder='…')}"
-    if found is None:
+    if candidate is None:
         return "its network cannot be counted without its weights."
-    if found.parts is None or found.reason:
-        return f"{found.reason or 'the plan does not count it'}."
-    return found.peak + (found.host if run.facts.get("runs", {}).get("device") == "cpu" else 0)
+    if candidate.parts is None or candidate.reason:
+        return f"{candidate.reason or 'the plan does not count it'}."
+    return candidate.peak + (candidate.host if run.facts.get("runs", {}).get("device") == "cpu" else 0)
 
 
 def memory_sizes(run: RunHistory, prediction: str | int | None) -> tuple[dict[str, int], list[str]]:
     """Returns bytes by what they are, and notes on them; `prediction` is that of `predict_peak`."""
-    held, told = run.facts.get("memory") or {}, run.facts.get("peak_memory") or {}
+    held, recorded = run.facts.get("memory") or {}, run.facts.get("peak_memory") or {}
     sizes = {label: int(held[name]) for name, label in _HELD.items() if held.get(name)}
     if sizes:
         sizes["held from step to step, rank 0"] = sum(sizes.values())
     # A tiny run in a process that has freed more meanwhile takes less than nothing.
-    measured = told.get("measured") if (told.get("measured") or 0) > 0 else None
-    predicted = told.get("predicted") or (prediction if isinstance(prediction, int) else None)
+    measured = recorded.get("measured") if (recorded.get("measured") or 0) > 0 else None
+    predicted = recorded.get("predicted") or (prediction if isinstance(prediction, int) else None)
     notes = []
     if measured:
-        sizes[f"peak of the first steps, fullest rank ({told.get('of', 'measured')})"] = measured
+        sizes[f"peak of the first steps, fullest rank ({recorded.get('of', 'measured')})"] = measured
     if predicted:
         sizes["peak that `finetune plan` predicts"] = predicted
     if measured and predicted:
         notes.append(f"Measured is {measured / predicted:.2f} of what was predicted.")
     elif isinstance(prediction, str):
         notes.append(f"No prediction: {prediction}")
-    if told.get("of") == "resident":
+    if recorded.get("of") == "resident":
         notes.append("On a CPU the peak is resident memory, over what the process held before.")
     return sizes, notes
 
@@ -329,8 +329,8 @@ def data_notes(sides: dict[str, dict[str, Any]]) -> Iterator[str]:
         counted = [(side.get(key), what) for key, what in COUNTED.items()]
         counted += [(count, f"conversations left out ({kind})") for kind, count in (side.get("broken") or {}).items()]
         yield from (f"{name}: {count:,} {what}" for count, what in counted if count)
-        for found in side.get("findings") or ():
-            yield f"{name}: {found['count']:,} of {found['of']:,} {WORDS.get(found['kind'], found['kind'])}"
+        for finding in side.get("findings") or ():
+            yield f"{name}: {finding['count']:,} of {finding['of']:,} {WORDS.get(finding['kind'], finding['kind'])}"
         if chat := side.get("chat"):
             share = chat.get("supervised_share", math.nan)
             yield f"{name}: {chat.get('answers', 0):,} answers are learned, {share:.1%} of the tokens"

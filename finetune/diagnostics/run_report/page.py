@@ -97,7 +97,7 @@ def content_of(
 
 def _values_of_runs(runs: Sequence[tuple[str, RunHistory]], price: float | None) -> dict[str, Any]:
     """Returns the values of `runs.html`: final figures side by side, and the keys that differ."""
-    best = {name: found for name, run in runs if (found := run.best("validation_loss")) is not None}
+    best = {name: evaluation for name, run in runs if (evaluation := run.best("validation_loss")) is not None}
     rows = [
         [
             name,
@@ -141,8 +141,8 @@ def differing_keys(trees: Sequence[dict[str, Any]]) -> dict[str, list[str]]:
     """Returns the keys, with dots, whose values are not the same in all trees, and these values."""
     flattened = [flat(tree) for tree in trees]
     keys = dict.fromkeys(key for values in flattened for key in values if not key.startswith(_OWN))
-    found = {key: [_in_words(values.get(key)) for values in flattened] for key in keys}
-    return {key: values for key, values in found.items() if len(set(values)) > 1}
+    by_key = {key: [_in_words(values.get(key)) for values in flattened] for key in keys}
+    return {key: values for key, values in by_key.items() if len(set(values)) > 1}
 
 
 def _in_words(value: Any) -> str:

@@ -38,13 +38,13 @@ def read_deepspeed_file(path: str, file: str | None) -> tuple[str, dict[str, Any
     Raises:
         BackendError: If there is none, it cannot be read, or it holds keys that DeepSpeed does not know.
     """
-    place = find_deepspeed_file(path, file)
-    with BackendError.explaining(f"The DeepSpeed config {place} cannot be read as JSON", ""):
-        config = json_files.parse(read_text(place), pairs=_each_once)
+    ds_path = find_deepspeed_file(path, file)
+    with BackendError.explaining(f"The DeepSpeed config {ds_path} cannot be read as JSON", ""):
+        config = json_files.parse(read_text(ds_path), pairs=_each_once)
     if not isinstance(config, dict):
-        raise BackendError(f"The DeepSpeed config {place} must hold keys and values, not {type(config).__name__}.")
+        raise BackendError(f"The DeepSpeed config {ds_path} must hold keys and values, not {type(config).__name__}.")
     if (other := file_kinds.other_kind(config, file_kinds.DEEPSPEED)) is not None:
-        raise BackendError(f"{place}: {other}")
+        raise BackendError(f"{ds_path}: {other}")
     problems = [*_rename(config), *_unknown(config)]
     problems += [(key, f"deprecated; write {new}") for key, new in TABLE["deprecated"].items() if key in flat(config)]
     problems += [
@@ -53,14 +53,14 @@ def read_deepspeed_file(path: str, file: str | None) -> tuple[str, dict[str, Any
         if _acts(key, _value_of(config, key))
     ]
     if problems:
-        lines = places(place)
-        reported = [f"{place_of(key, place, lines)}: {key}: {what}" for key, what in problems]
-        raise BackendError.of(f"The DeepSpeed config {place}", reported)
+        lines = places(ds_path)
+        reported = [f"{place_of(key, ds_path, lines)}: {key}: {what}" for key, what in problems]
+        raise BackendError.of(f"The DeepSpeed config {ds_path}", reported)
     zero = config.get("zero_optimization")
     for section in zero.values() if isinstance(zero, dict) else ():
         if isinstance(section, dict) and isinstance(folder := section.get("nvme_path"), str):
             section["nvme_path"] = os.path.expanduser(folder)
-    return str(place), config
+    return str(ds_path), config
 
 
 def find_deepspeed_file(path: str, file: str | None) -> Path:
@@ -71,18 +71,18 @@ def find_deepspeed_file(path: str, file: str | None) -> Path:
     """
     beside = [] if file is None else [Path(file).parent, Path(file).parent / ".."]
     looked = [Path(os.path.normpath(folder / os.path.expanduser(path))) for folder in (*beside, Path())]
-    if (place := next((place for place in looked if place.is_file()), None)) is not None:
-        return place
-    where = ", ".join(dict.fromkeys(os.path.abspath(place.parent) for place in looked))
+    if (candidate := next((candidate for candidate in looked if candidate.is_file()), None)) is not None:
+        return candidate
+    where = ", ".join(dict.fromkeys(os.path.abspath(candidate.parent) for candidate in looked))
     raise BackendError(f"{file or 'The environment'} names the DeepSpeed config {path}, and there is none in {where}.")
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
         names = [name for name, _ in pairs]
         raise ValueError(f"key '{next(name for name in names if names.count(name) > 1)}' is given twice")
-    return found
+    return mapping
 
 
 def known_keys(section: str) -> list[str]:

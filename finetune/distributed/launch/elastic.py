@@ -196,19 +196,19 @@ def why_ended(error: Exception, asked: LaunchFile) -> str:
     """Returns a sentence for an error of the rendezvous, which ends the launch on this machine."""
     from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousTimeoutError
 
-    place = f"{asked.main_process_ip}:{asked.main_process_port}"
+    server = f"{asked.main_process_ip}:{asked.main_process_port}"
     if isinstance(error, RendezvousClosedError):
         return (
-            f"The launch that has met at {place} is over: it has finished, or a machine has used up its "
+            f"The launch that has met at {server} is over: it has finished, or a machine has used up its "
             "--max_restarts. For a new launch, start `finetune rendezvous` there anew."
         )
     if isinstance(error, RendezvousTimeoutError):
         return (
-            f"Fewer machines than --nnodes {asked.nnodes} asks for have come to {place} in time. Start the others, or "
+            f"Fewer machines than --nnodes {asked.nnodes} asks for have come to {server} in time. Start the others, or "
             "ask for fewer. The wait is --rdzv_conf join_timeout=SECONDS."
         )
     return (
-        f"The store at {place}, where the machines of this launch meet, does not answer. Run `finetune rendezvous` on "
+        f"The store at {server}, where the machines of this launch meet, does not answer. Run `finetune rendezvous` on "
         "a host that all machines reach and that outlives them, and give its address as --main_process_ip; if it runs, "
         "this machine or its network is cut off."
     )

@@ -33,7 +33,7 @@ class FailureAlert:
         """Sends an alert, within 9 s, unless rank 0 has or the recipe asks for none."""
         if self._module is None or self._sent or self._file.exists():
             return
-        found = importlib.util.find_spec(self._module)
+        spec = importlib.util.find_spec(self._module)
         name = f"{self._module}.launch_failed"
-        if found is not None and found.submodule_search_locations and importlib.util.find_spec(name) is not None:
+        if spec is not None and spec.submodule_search_locations and importlib.util.find_spec(name) is not None:
             importlib.import_module(name).send_alert_of_failure(self._arguments, text)

@@ -166,16 +166,16 @@ class Heartbeat:
 
     def _count(self) -> None:
         """Counts, and reads the counts of others."""
-        number, ranks, told = 0, list(self._counts), False
+        number, ranks, reported = 0, list(self._counts), False
         while not self._over.is_set():
             number += 1
             try:
                 # The reason comes before the word: who sees that a machine has left can see why.
                 word = self._word
-                if self._told is not None and not told:
+                if self._told is not None and not reported:
                     # The first reason is right: what comes later follows from it.
                     self._store.compare_set("ending", "", json.dumps([self._told.text, self._told.code]))
-                    told = True
+                    reported = True
                 self._store.set(f"beat/{self._own}", word or str(number))
                 if word:
                     self._said_word.set()

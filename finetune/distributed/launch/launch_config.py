@@ -258,29 +258,29 @@ def launch_of_environment(
 
 def _with_layout(env: Mapping[str, str], plain: Launch) -> Launch:
     """Returns the launch with ranks laid out as the section parallelism_config says."""
-    place, processes = plain.file or "ACCELERATE_USE_PARALLELISM_CONFIG in the environment", plain.num_processes
+    source, processes = plain.file or "ACCELERATE_USE_PARALLELISM_CONFIG in the environment", plain.num_processes
     sizes = ParallelismSection.of_environment(env)
     replicate, shard = sizes.parallelism_config_dp_replicate_size, sizes.parallelism_config_dp_shard_size
     sequence, tensor = sizes.parallelism_config_sp_size, sizes.parallelism_config_tp_size
     if (context := sizes.parallelism_config_cp_size) > 1:
         raise BackendError(
-            f"{place} asks for context parallelism (cp_size {context}), which is not offered: torch's ring attention "
+            f"{source} asks for context parallelism (cp_size {context}), which is not offered: torch's ring attention "
             "has no kernel for CPUs, and drops the masks that keep documents in a row apart. Leave cp_size at 1, and "
             "set sp_size, which splits rows too."
         )
     if max(replicate, shard) > 1 and not _uses(env, "FSDP"):
         raise BackendError(
-            f"{place} sets dp_replicate_size to {replicate} and dp_shard_size to {shard}, which only FSDP reads. Set "
+            f"{source} sets dp_replicate_size to {replicate} and dp_shard_size to {shard}, which only FSDP reads. Set "
             "distributed_type to FSDP (see accelerate_configs/hsdp.yaml), or leave them at 1."
         )
     if tensor > 1 and _uses(env, "DEEPSPEED"):
         raise BackendError(
-            f"{place} asks for tensor parallelism (tp_size {tensor}) under DeepSpeed, which is not offered. Leave "
+            f"{source} asks for tensor parallelism (tp_size {tensor}) under DeepSpeed, which is not offered. Leave "
             "tp_size at 1, or take accelerate_configs/fsdp_tp.yaml."
         )
     if max(sequence, tensor) > 1 and replicate > 1:
         raise BackendError(
-            f"{place} asks for {replicate} copies of a sharded model beside sequence or tensor parallelism (sp_size "
+            f"{source} asks for {replicate} copies of a sharded model beside sequence or tensor parallelism (sp_size "
             f"{sequence}, tp_size {tensor}), which nothing here has shown to be right together. Leave "
             "dp_replicate_size at 1, or sp_size and tp_size."
         )
@@ -289,7 +289,7 @@ def _with_layout(env: Mapping[str, str], plain: Launch) -> Launch:
     derived = split > 1 and replicate * shard == 1 and processes % split == 0
     if replicate * shard * split != processes and not derived:
         raise BackendError(
-            f"{place} asks for {replicate} copies of {shard} shards, rows split over {sequence} and layers over "
+            f"{source} asks for {replicate} copies of {shard} shards, rows split over {sequence} and layers over "
             f"{tensor}, which takes {replicate * shard * split} processes, but {processes} run. Make dp_replicate_size "
             "x dp_shard_size x sp_size x tp_size equal num_processes."
         )
@@ -483,16 +483,16 @@ def threads_each(environ: Mapping[str, str], local: int) -> int | None:
 
 
 def _fsdp(env: Mapping[str, str], plain: Launch) -> Launch:
-    place = plain.file or "ACCELERATE_USE_FSDP in the environment"
+    source = plain.file or "ACCELERATE_USE_FSDP in the environment"
     asked = FsdpSection.of_environment(env)
     if asked.fsdp_version != 2:
         raise BackendError(
-            f"{place} asks for FSDP version {asked.fsdp_version}. Only version 2 is offered (version 1 is deprecated "
+            f"{source} asks for FSDP version {asked.fsdp_version}. Only version 2 is offered (version 1 is deprecated "
             "and keeps no fp32 master weights): set `fsdp_version: 2` under fsdp_config."
         )
     if asked.fsdp_activation_checkpointing:
         raise BackendError(
-            f"{place} sets fsdp_activation_checkpointing, which recomputes dropout with another mask and so trains "
+            f"{source} sets fsdp_activation_checkpointing, which recomputes dropout with another mask and so trains "
             "on wrong gradients. Take it out and set `model.gradient_checkpointing: true` in the recipe."
         )
     offload = "cpu" if asked.fsdp_offload_params else "none"
@@ -512,8 +512,8 @@ def _fsdp(env: Mapping[str, str], plain: Launch) -> Launch:
 def _deepspeed(env: Mapping[str, str], plain: Launch) -> Launch:
     named = plain.file or "ACCELERATE_USE_DEEPSPEED in the environment"
     asked = DeepspeedSection.of_environment(env)
-    place = asked.deepspeed_config_file or "none"
-    if place.lower() == "none":
+    ds_path = asked.deepspeed_config_file or "none"
+    if ds_path.lower() == "none":
         raise BackendError(
             f"{named} asks for DeepSpeed without a deepspeed_config_file; values such as zero_stage in the "
             "launch file itself are not read. Name a JSON file under deepspeed_config, such as ds_configs/zero2.json."
@@ -521,15 +521,15 @@ def _deepspeed(env: Mapping[str, str], plain: Launch) -> Launch:
     if plain.mixed_precision != "no":
         raise BackendError(
             f"{named} says mixed_precision: {plain.mixed_precision}, which DeepSpeed takes from its own "
-            f"config. Take it out: the recipe's precision decides, and {place} can say how."
+            f"config. Take it out: the recipe's precision decides, and {ds_path} can say how."
         )
-    place, config = read_deepspeed_file(place, plain.file)
+    ds_path, config = read_deepspeed_file(ds_path, plain.file)
     section = config.get("zero_optimization")
     section = section if isinstance(section, dict) else {}
     stage = section.get("stage")
     if stage not in (1, 2, 3):
         raise BackendError(
-            f"{place} asks for ZeRO stage {stage!r}; offered are 1, 2 and 3 under zero_optimization.stage. For plain "
+            f"{ds_path} asks for ZeRO stage {stage!r}; offered are 1, 2 and 3 under zero_optimization.stage. For plain "
             "data parallelism use accelerate_configs/ddp.yaml."
         )
     return replace(
@@ -539,5 +539,5 @@ def _deepspeed(env: Mapping[str, str], plain: Launch) -> Launch:
         offload_optimizer=str((section.get("offload_optimizer") or {}).get("device", "none")),
         sharded_init=stage == 3 and asked.zero3_init_flag,
         ds_config=config,
-        ds_place=place,
+        ds_place=ds_path,
     )

@@ -37,14 +37,14 @@ def read_launch_file(file: str) -> LaunchFile:
         if name in tree:
             problems.append((name, f"Accelerate does not take it from the file; give --{name}"))
     try:
-        found = LaunchFile.model_validate(tree)
+        launch_file = LaunchFile.model_validate(tree)
     except ValidationError as error:
         problems += map(_problem, error.errors(include_url=False))
     if problems:
         lines = key_lines(file)
         reported = [f"{place_of(key, file, lines)}: {key}: {what}" for key, what in problems]
         raise BackendError.of(f"The launch file {file}", reported)
-    return found
+    return launch_file
 
 
 def key_lines(file: str) -> dict[str, int]:

@@ -252,13 +252,13 @@ class LaunchFile(LaunchSection):
 
     def exported(self) -> dict[str, str]:
         """Returns the variables that `accelerate launch` exports for this file, of those that this toolkit reads."""
-        found = {}
+        variables = {}
         if self.distributed_type == "NO":
-            found["ACCELERATE_USE_CPU"] = str(self.use_cpu)
+            variables["ACCELERATE_USE_CPU"] = str(self.use_cpu)
         elif self.distributed_type != "MULTI_GPU":
-            found[f"ACCELERATE_USE_{self.distributed_type}"] = "true"
+            variables[f"ACCELERATE_USE_{self.distributed_type}"] = "true"
         if "parallelism_config." in self.sections():
-            found["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
+            variables["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
         for section in self.sections().values():
             for name, field in type(section).model_fields.items():
                 value, variable = getattr(section, name), field.serialization_alias
@@ -266,8 +266,8 @@ class LaunchFile(LaunchSection):
                     name in _IF_CHANGED and value == field.default
                 )
                 if variable is not None and value is not None and not silent:
-                    found[variable] = str(value).lower() if isinstance(value, bool) else str(value)
-        return found
+                    variables[variable] = str(value).lower() if isinstance(value, bool) else str(value)
+        return variables
 
     @property
     def elastic_machines(self) -> range | None:

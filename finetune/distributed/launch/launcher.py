@@ -269,8 +269,8 @@ def _run(
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         # Of machines that come and go, the one of rank 0 tells.
-        told = None if heartbeat is not None or (asked is not None and rank != 0) else alert
-        return _account(f"The worker of rank {rank}", failure.exitcode, told, heartbeat)
+        own_alert = None if heartbeat is not None or (asked is not None and rank != 0) else alert
+        return _account(f"The worker of rank {rank}", failure.exitcode, own_alert, heartbeat)
     except subprocess.CalledProcessError as error:
         return _account("The worker", error.returncode, alert)
     except _Stopped as error:
@@ -382,9 +382,9 @@ class _ForkedWorker:
 
 def _import_ahead(module: str) -> None:
     """Imports what workers that run a module will, where its package has a module `worker_imports`."""
-    found = importlib.util.find_spec(module)
+    spec = importlib.util.find_spec(module)
     # To import a module that is no package would be to run it.
-    if found is not None and found.submodule_search_locations:
+    if spec is not None and spec.submodule_search_locations:
         # Workers fail over the same import, and report it as they would alone.
         with suppress(ImportError):
             importlib.import_module(f"{module}.worker_imports")

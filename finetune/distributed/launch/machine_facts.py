@@ -115,7 +115,7 @@ def own_code_digests(recipe: Mapping[str, Any]) -> dict[str, str]:
     values = flat(recipe)
     given = [values.get(key) or () for key in NAMES_OF_CODE]
     names = [name for value in given for name in ([value] if isinstance(value, str) else value) if ":" in name]
-    return _digests({place: file for name in names for place, file in own_files(name).items()})
+    return _digests({relative_path: file for name in names for relative_path, file in own_files(name).items()})
 
 
 def _digests(files: Mapping[str, Path]) -> dict[str, str]:
@@ -217,7 +217,7 @@ def find_warnings(machines: Sequence[MachineFacts], clocks_s: Mapping[int, float
     Args:
         clocks_s: Seconds that each machine's clock is ahead of the first one's, by rank.
     """
-    said, first = [], machines[0]
+    notices, first = [], machines[0]
     for other in machines[1:]:
         pairs = [
             f"{name} {theirs} ({ours})"
@@ -225,19 +225,19 @@ def find_warnings(machines: Sequence[MachineFacts], clocks_s: Mapping[int, float
             if name != "torch" and minor(ours) == minor(theirs)
         ]
         if pairs:
-            said.append(f"{capital(other.place)} has {', '.join(pairs)}; in brackets what machine {first.rank} has.")
+            notices.append(f"{capital(other.place)} has {', '.join(pairs)}; in brackets what machine {first.rank} has.")
         if other.devices and first.devices and other.devices != first.devices:
-            said.append(
+            notices.append(
                 f"{capital(other.place)} has {_devices(other)}, machine {first.rank} has {_devices(first)}: the "
                 "slowest sets the pace."
             )
         if abs(apart := clocks_s.get(other.rank, 0.0)) > CLOCK_S:
-            said.append(
+            notices.append(
                 f"The clock of {other.place} is {abs(apart):,.0f} s {'ahead of' if apart > 0 else 'behind'} "
                 f"that of machine {first.rank}. Training does not depend on clocks; times in logs and metrics, and the "
                 "ages that `finetune watch` and `finetune runs` show, do. Run an NTP client on every machine."
             )
-    return said
+    return notices
 
 
 def capital(text: str) -> str:

@@ -95,5 +95,5 @@ def try_link(address: str, port: int, rank: int, token: bytes) -> Link:
 def try_links(places: Mapping[int, tuple[str, int]], token: bytes) -> dict[int, Link]:
     """Connects to the listeners of several machines, given by rank as address and port, at once."""
     with ThreadPoolExecutor(min(32, len(places) or 1)) as pool:
-        made = {rank: pool.submit(try_link, *place, rank, token) for rank, place in places.items()}
+        made = {rank: pool.submit(try_link, *address, rank, token) for rank, address in places.items()}
         return {rank: link.result() for rank, link in made.items()}

@@ -32,14 +32,14 @@ class NetworkInterface:
 
 def own_addresses() -> dict[str, str]:
     """Returns the addresses of this machine that others may reach, each with the name of its interface."""
-    found = {
+    interfaces = {
         entry.address.partition("%")[0]: name
         for name, entries in psutil.net_if_addrs().items()
         for entry in entries
         if entry.family in (socket.AF_INET, socket.AF_INET6)
     }
-    kinds = {text: ipaddress.ip_address(text) for text in found}
-    return {text: found[text] for text, kind in kinds.items() if not (kind.is_loopback or kind.is_link_local)}
+    kinds = {text: ipaddress.ip_address(text) for text in interfaces}
+    return {text: interfaces[text] for text, kind in kinds.items() if not (kind.is_loopback or kind.is_link_local)}
 
 
 def bare_host(host: str) -> str:
@@ -56,25 +56,25 @@ def find_interface(host: str) -> NetworkInterface:
         socket.gaierror: If the host has no address, which may come later where names are those of containers.
         BackendError: If its address is that of each machine itself, or there is no route to it.
     """
-    found = socket.getaddrinfo(bare_host(host), 9, type=socket.SOCK_DGRAM)
-    entries = [entry for entry in found if not ipaddress.ip_address(entry[4][0]).is_loopback]
+    resolved = socket.getaddrinfo(bare_host(host), 9, type=socket.SOCK_DGRAM)
+    entries = [entry for entry in resolved if not ipaddress.ip_address(entry[4][0]).is_loopback]
     own = ", ".join(f"{address} ({name})" for address, name in own_addresses().items()) or "none"
     if not entries:
         raise BackendError(
-            f"main_process_ip is {host}, which is {found[0][4][0]} here: the machine itself, to each machine. Give "
+            f"main_process_ip is {host}, which is {resolved[0][4][0]} here: the machine itself, to each machine. Give "
             "--main_process_ip an address by which the others reach machine 0, the same on all, or correct the name in "
             f"/etc/hosts. Addresses of this machine: {own}."
         )
     reasons = []
-    for family, _, _, _, place in entries:
+    for family, _, _, _, sockaddr in entries:
         try:
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                probe.connect(place)
+                probe.connect(sockaddr)
                 address = probe.getsockname()[0].partition("%")[0]
         except OSError as error:
-            reasons.append(f"{place[0]}: {error.strerror}")
+            reasons.append(f"{sockaddr[0]}: {error.strerror}")
             continue
-        return NetworkInterface(own_addresses().get(address, ""), address, str(place[0]))
+        return NetworkInterface(own_addresses().get(address, ""), address, str(sockaddr[0]))
     raise BackendError(
         f"main_process_ip is {host}, to which this machine has no route ({'; '.join(reasons)}). Give --main_process_ip "
         f"an address of machine 0 in a network that all machines are in. Addresses of this machine: {own}."

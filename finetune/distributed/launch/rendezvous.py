@@ -190,12 +190,12 @@ class Meeting:
         """
         thread = threading.Thread(target=self._run, name="rendezvous", daemon=True)
         thread.start()
-        said = self._started
+        last_report = self._started
         while thread.is_alive():
             thread.join(_POLL_S / 2)
             now = time.monotonic()
-            if now - said >= _SAY_EVERY_S:
-                said = now
+            if now - last_report >= _SAY_EVERY_S:
+                last_report = now
                 self._say(f"Waiting for {self._awaited}; {now - self._started:.0f} s so far.")
             if now > self._deadline + _SLACK_S:
                 raise BackendError(
@@ -278,8 +278,8 @@ class Meeting:
         self._awaited = "the connections between all machines"
         self._deadline = time.monotonic() + 3 * machine_links.CONNECT_S
         places = {other.rank: (other.address, other.port) for other in machines if other.rank != own.rank}
-        found = machine_links.try_links(places, token)
-        store.set(f"links/{own.rank}", json.dumps({rank: asdict(link) for rank, link in found.items()}))
+        own_links = machine_links.try_links(places, token)
+        store.set(f"links/{own.rank}", json.dumps({rank: asdict(link) for rank, link in own_links.items()}))
         if judge is not None:
             judge.look_at_links(machines, self._deadline)
         _wait(store, ["reached"], self._deadline)
@@ -300,10 +300,10 @@ class Meeting:
         """Opens the store; returns the interface that it is reached by, and why this machine cannot take part."""
         plan, rank = self._plan, self._plan.facts.rank
         if rank:
-            self._store = self._connect((found := self._reach()).peer)
-            return found, ""
+            self._store = self._connect((interface := self._reach()).peer)
+            return interface, ""
         try:
-            found = find_interface(plan.host)
+            interface = find_interface(plan.host)
         except socket.gaierror as error:
             raise BackendError(
                 f"main_process_ip is {plan.host}, which has no address here ({error.strerror}). Give --main_process_ip "
@@ -315,10 +315,10 @@ class Meeting:
             problem = f"machine 0 ({plan.facts.host}): {error}"
             self._store.set("verdict", json.dumps({"ends": True, "problems": [problem]}))
             raise
-        if found.reaches_itself:
-            self._store = self._host(found.peer)
-            return found, ""
-        here, most = f"{plan.facts.host} ({found.address})", plan.facts.num_machines - 1
+        if interface.reaches_itself:
+            self._store = self._host(interface.peer)
+            return interface, ""
+        here, most = f"{plan.facts.host} ({interface.address})", plan.facts.num_machines - 1
         problem = (
             f"Rank 0 (machine_rank) is given to {here}, and main_process_ip {plan.host} is no address there. Give each "
             f"machine its own --machine_rank, from 0 to {most}, and --main_process_ip an address of machine 0."
@@ -327,14 +327,14 @@ class Meeting:
         until = time.monotonic() + min(_LINGER_S, plan.join_timeout_s)
         while True:
             try:
-                socket.create_connection((found.peer, plan.port), timeout=machine_links.CONNECT_S).close()
+                socket.create_connection((interface.peer, plan.port), timeout=machine_links.CONNECT_S).close()
                 break
             except OSError as error:
                 if time.monotonic() > until:
                     raise BackendError(problem) from error
                 time.sleep(_POLL_S)
-        self._store = self._connect(found.peer)
-        return found, problem
+        self._store = self._connect(interface.peer)
+        return interface, problem
 
     def _host(self, address: str) -> Any:
         plan = self._plan
@@ -357,9 +357,9 @@ class Meeting:
         plan, limit = self._plan, machine_links.CONNECT_S
         while True:
             try:
-                found = find_interface(plan.host)
-                socket.create_connection((found.peer, plan.port), timeout=limit).close()
-                return found
+                interface = find_interface(plan.host)
+                socket.create_connection((interface.peer, plan.port), timeout=limit).close()
+                return interface
             except socket.gaierror as error:
                 reason = f"its name has no address here: {error.strerror}"
             except TimeoutError:
@@ -464,17 +464,17 @@ class _Judge:
 
     def _twice(self, by_rank: Mapping[int, list[int]]) -> list[str]:
         """Says which ranks two machines have; one that was stopped and started again is not two."""
-        said = []
+        problems = []
         for rank, numbers in by_rank.items():
             latest = max(self._came[number] for number in numbers)
             both = [number for number in numbers if self._alive[number][1] > latest or self._came[number] == latest]
             if len(both) > 1:
                 places = " and ".join(f"{self._facts[n].host} ({self._facts[n].address})" for n in both)
-                said.append(
+                problems.append(
                     f"Rank {rank} (machine_rank) is given twice, on {places}. Give each machine its own "
                     f"--machine_rank, from 0 to {self._plan.facts.num_machines - 1}."
                 )
-        return said
+        return problems
 
     def _write(self, ends: bool, problems: list[str], machines: list[MachineFacts]) -> None:
         verdict = {

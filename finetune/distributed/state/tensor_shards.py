@@ -95,11 +95,11 @@ def shard_of(tensor: Any, split: Split | None = None, group: Group | None = None
     assert group is not None
 
     def gather() -> torch.Tensor:
-        parts = [found.view(split.part_shape(group.size)) for found in gather_parts(part(), group)]
+        parts = [shard.view(split.part_shape(group.size)) for shard in gather_parts(part(), group)]
         whole = torch.empty(split.shape, dtype=here.dtype, device=parts[0].device)
-        for rank, found in enumerate(parts):
-            for block in _blocks(split, (0, found.shape[0]), group.size, rank):
-                block.within(whole).copy_(block.of(found))
+        for rank, shard in enumerate(parts):
+            for block in _blocks(split, (0, shard.shape[0]), group.size, rank):
+                block.within(whole).copy_(block.of(shard))
         return whole if split.packed is None else whole.view(-1, *here.shape[1:])
 
     # The ranks of a group follow each other, and each has the same rows of its part.

@@ -64,8 +64,8 @@ class ZeroState:
     @property
     def state(self) -> dict[str, Any]:
         """State by name: tensors as long as the buffer, and numbers."""
-        found: dict[str, Any] = self.optimizer.state.get(self.master, {})
-        return found
+        values: dict[str, Any] = self.optimizer.state.get(self.master, {})
+        return values
 
     @property
     def counts_steps(self) -> bool:
@@ -194,8 +194,8 @@ def _stage_1_and_2(zero: Any, names: dict[int, str]) -> Iterator[ZeroState]:
         for parameter, offset in zip(parameters, zero.round_robin_bit16_offsets[index], strict=True):
             first, last = max(offset, low), min(offset + parameter.numel(), low + size)
             here = max(0, last - first)
-            begin, place = (first - offset, first - low) if here else (0, 0)
-            parts.append(FlatPart(names[id(parameter)], tuple(parameter.shape), begin, place, here))
+            begin, buffer_offset = (first - offset, first - low) if here else (0, 0)
+            parts.append(FlatPart(names[id(parameter)], tuple(parameter.shape), begin, buffer_offset, here))
         inner = zero.optimizer
         yield ZeroState(
             index, zero.single_partition_of_fp32_groups[index], inner, inner.param_groups[index], ranks, parts
@@ -207,11 +207,11 @@ def _stage_3(zero: Any, names: dict[int, str]) -> Iterator[ZeroState]:
         ranks = zero.sub_group_process_groups[index]
         parts = []
         for parameter in parameters:
-            _, place, size = zero.grad_position[zero.get_param_id(parameter)]
+            _, buffer_offset, size = zero.grad_position[zero.get_param_id(parameter)]
             begin = distributed.get_rank(ranks) * size
             # The last ranks' parts are padded.
             here = max(0, min(size, parameter.ds_numel - begin))
-            parts.append(FlatPart(names[id(parameter)], tuple(parameter.ds_shape), begin, place, here))
+            parts.append(FlatPart(names[id(parameter)], tuple(parameter.ds_shape), begin, buffer_offset, here))
         # With offload of a share of the optimiser, another one steps the rest.
         elsewhere = zero.offload_optimizer and zero.subgroup_to_device[index] != "cpu"
         inner = zero.backup_optimizer if elsewhere else zero.optimizer

@@ -142,13 +142,13 @@ def _check_network(launch: Launch, ds_config: dict[str, Any], width: int, sizes:
             whole += size
     held = (whole + (sum(sizes) - whole) / ranks) / max(1, sum(sizes))
     if off_share(sum(sizes), 1 / ranks, held):
-        said = (
+        description = (
             f"leaves stage3_param_persistence_threshold out, and DeepSpeed's default is {threshold:,} elements"
             if written is None
             else f"says stage3_param_persistence_threshold: {threshold:,} elements"
         )
         raise BackendError(
-            f"{launch.ds_place} {said}: parameters that are no larger stay whole on every rank, which is "
+            f"{launch.ds_place} {description}: parameters that are no larger stay whole on every rank, which is "
             f"{whole / sum(sizes):.0%} of this network ({whole:,} of {sum(sizes):,} weights). Stage 3 would hold "
             f"{held:.0%} of it on each of {ranks} ranks, where {1 / ranks:.0%} is asked. Write "
             '"stage3_param_persistence_threshold": "auto" below "zero_optimization", which fits it to the network, '

@@ -56,7 +56,7 @@ def complete_config(launch: Launch, recipe: Recipe, *, precision: str, accumulat
     """
     if not launch.uses_deepspeed:
         return {}
-    config, place = copy.deepcopy(launch.ds_config), launch.ds_place
+    config, ds_path = copy.deepcopy(launch.ds_config), launch.ds_place
     batch, clip = recipe.batch, recipe.optim.clip_norm
     values: dict[str, Any] = {
         "train_batch_size": batch.rows * accumulation * launch.num_processes,
@@ -81,23 +81,23 @@ def complete_config(launch: Launch, recipe: Recipe, *, precision: str, accumulat
         if written.get(key) in (None, AUTO):
             _set(config, key, value)
         elif written[key] != value and key in values:
-            contradictions.append(f"{place} says {key}: {written[key]}, the recipe's {DECIDES[key]} makes it {value}")
+            contradictions.append(f"{ds_path} says {key}: {written[key]}, the recipe's {DECIDES[key]} makes it {value}")
     for key in _SECTIONS:
         if key in config:
             words = _recipe_words(key, config[key])
-            contradictions.append(f"{place} has '{key}', which the recipe's optim and schedule decide{words}")
+            contradictions.append(f"{ds_path} has '{key}', which the recipe's optim and schedule decide{words}")
     if written.get("torch_autocast.enabled") and precision != "bf16":
-        contradictions.append(f"{place} says torch_autocast.enabled: true, {said_of_precision(recipe, precision)}")
+        contradictions.append(f"{ds_path} says torch_autocast.enabled: true, {said_of_precision(recipe, precision)}")
     if contradictions:
-        advice = f'Change the recipe, or write "auto" in {place} (or remove the key).'
+        advice = f'Change the recipe, or write "auto" in {ds_path} (or remove the key).'
         raise BackendError.of("The DeepSpeed config contradicts the recipe and", contradictions, advice)
     undecided = sorted(key for key, value in flat(config).items() if value == AUTO and key not in _FITTED)
     if undecided:
         raise BackendError(
-            f'{place} says "auto" for {", ".join(undecided)}, which neither recipe nor model decides. Write a value, '
+            f'{ds_path} says "auto" for {", ".join(undecided)}, which neither recipe nor model decides. Write a value, '
             "or remove the key to take DeepSpeed's default."
         )
-    _offload_needs_adamw(config, recipe, place)
+    _offload_needs_adamw(config, recipe, ds_path)
     return config
 
 
@@ -211,6 +211,6 @@ def fit_to_model(config: dict[str, Any], *, hidden_size: int, parameter_sizes: I
 
 def _set(config: dict[str, Any], key: str, value: Any) -> None:
     *parents, last = key.split(".")
-    for part in parents:
-        config = config.setdefault(part, {})
+    for parent in parents:
+        config = config.setdefault(parent, {})
     config[last] = value

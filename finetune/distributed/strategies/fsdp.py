@@ -180,8 +180,8 @@ def _check_held_gradients(launch: Launch, model: nn.Module) -> None:
     for group in sharding.fsdp_param_groups(model):
         for parameter in group.fsdp_params:
             unsharded = sharding.unsharded(parameter)
-            found = [parameter.unsharded_accumulated_grad, None if unsharded is None else unsharded.grad]
-            whole += sum(tensor.nbytes for tensor in found if tensor is not None)
+            gradients = [parameter.unsharded_accumulated_grad, None if unsharded is None else unsharded.grad]
+            whole += sum(tensor.nbytes for tensor in gradients if tensor is not None)
             cut += 0 if parameter.sharded_param.grad is None else local(parameter.sharded_param.grad).nbytes
             here += local(parameter.sharded_param).numel() if parameter.sharded_param.requires_grad else 0
         # What waits to be summed over the copies of a hybrid shard.
@@ -322,14 +322,14 @@ def _predict_flows(launch: Launch, specs: ParamSpecs, accumulation: int) -> list
     window: Window = "backward" if launch.sync_each_batch else "last backward"
     ring, gathers = (shards - 1) / shards, (2 if launch.reshard else 1) * accumulation
     weights, sent = round(gathers * ring * bytes_of(specs.params)), round(times * ring * gradients)
-    found = [
+    flows = [
         Flow("all_gather", "weights", weights, shards, "all", gathers * len(units), launch.tensor),
         Flow("reduce_scatter", "gradients", sent, shards, window, times * trained, launch.tensor),
     ]
     if copies > 1:
         between = round(2 * (copies - 1) / copies * gradients / shards)
-        found.append(Flow("all_reduce", "gradients", between, copies, "last backward", trained, apart=shards))
-    return found
+        flows.append(Flow("all_reduce", "gradients", between, copies, "last backward", trained, apart=shards))
+    return flows
 
 
 STRATEGY = Strategy(

@@ -83,10 +83,10 @@ class ParamSpecs:
     @cached_property
     def units(self) -> dict[str, list[ParamSpec]]:
         """Parameters by what is gathered at a time."""
-        found: dict[str, list[ParamSpec]] = {}
+        by_unit: dict[str, list[ParamSpec]] = {}
         for param in self.params:
-            found.setdefault(param.unit, []).append(param)
-        return found
+            by_unit.setdefault(param.unit, []).append(param)
+        return by_unit
 
     @property
     def head_alone(self) -> int:

@@ -106,15 +106,15 @@ def check_split_rows(recipe: Recipe, launch: Launch) -> None:
     if launch.sequence == 1:
         return
     parts, length, model = launch.sequence, recipe.data.sequence_length, recipe.model
-    place = f"{launch.place} splits each row over {parts} ranks (sp_size)"
+    intro = f"{launch.place} splits each row over {parts} ranks (sp_size)"
     if length % parts:
         fits = ", ".join(str(size) for size in divisors(length) if size <= 64)
         near = length // parts * parts
         advice = f"Set sp_size to a divisor of it ({fits})" + (f", or data.sequence_length to {near}" if near else "")
-        raise BackendError(f"{place}, which does not divide data.sequence_length {length}. {advice}.")
+        raise BackendError(f"{intro}, which does not divide data.sequence_length {length}. {advice}.")
     if recipe.data.packing == "padded" and _ROWS_GROW_BY % parts:
         raise BackendError(
-            f"{place}, but padded rows grow in steps of {_ROWS_GROW_BY} tokens. Set sp_size to a divisor of that, or "
+            f"{intro}, but padded rows grow in steps of {_ROWS_GROW_BY} tokens. Set sp_size to a divisor of that, or "
             "data.packing to `documents`."
         )
     refused = {
@@ -123,7 +123,7 @@ def check_split_rows(recipe: Recipe, launch: Launch) -> None:
         "model.fp8": (bool(model.fp8), "false"),
         "model.activation_offload": (model.activation_offload, "false"),
     }
-    _refuse_with_splits(launch, refused, place, "sequence parallelism")
+    _refuse_with_splits(launch, refused, intro, "sequence parallelism")
 
 
 def check_split_layers(recipe: Recipe, launch: Launch, precision: str) -> None:
@@ -131,10 +131,10 @@ def check_split_layers(recipe: Recipe, launch: Launch, precision: str) -> None:
     if launch.tensor == 1:
         return
     model, lora = recipe.model, recipe.lora
-    place = f"{launch.place} splits layers over {launch.tensor} ranks (tp_size)"
+    intro = f"{launch.place} splits layers over {launch.tensor} ranks (tp_size)"
     if launch.mixed_precision != "no":
         raise BackendError(
-            f"{place}, which is not offered with mixed_precision {launch.mixed_precision}. Take that out: the recipe's "
+            f"{intro}, which is not offered with mixed_precision {launch.mixed_precision}. Take that out: the recipe's "
             "precision already has products computed in 16 bit."
         )
     refused = {
@@ -146,7 +146,7 @@ def check_split_layers(recipe: Recipe, launch: Launch, precision: str) -> None:
         "lora.dora": (lora is not None and lora.dora, "false"),
         "lora.dropout": (lora is not None and bool(lora.dropout), "0"),
     }
-    _refuse_with_splits(launch, refused, place, "tensor parallelism")
+    _refuse_with_splits(launch, refused, intro, "tensor parallelism")
 
 
 def _refuse_with_splits(launch: Launch, refused: Mapping[str, tuple[bool, str]], place: str, kind: str) -> None:

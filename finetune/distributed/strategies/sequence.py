@@ -44,8 +44,8 @@ def install(network: nn.Module, group: Group | None) -> None:
 
 def row_group(model: nn.Module) -> RowGroup | None:
     """Returns the ranks that rows of a network, or of the one in a wrapper, are split over; None for whole rows."""
-    found = (vars(module).get("row_group") for module in model.modules())
-    return next((group for group in found if group is not None), None)
+    groups = (vars(module).get("row_group") for module in model.modules())
+    return next((group for group in groups if group is not None), None)
 
 
 @contextmanager

@@ -117,7 +117,7 @@ def _total_square(gradients: Iterable[torch.Tensor], device: torch.device) -> to
     here: dict[tuple[Any, ...], list[torch.Tensor]] = defaultdict(list)
     for gradient in gradients:
         if isinstance(gradient, DTensor):
-            summed = tuple(Partial() if place.is_shard() else place for place in gradient.placements)
+            summed = tuple(Partial() if placement.is_shard() else placement for placement in gradient.placements)
             here[gradient.device_mesh, summed].append(gradient.to_local())
         else:
             here[()].append(gradient)
@@ -199,8 +199,8 @@ def expect_all(leaves: Mapping[str, torch.Tensor | None], why: str) -> Iterator[
 
 def refuse_unused(trained: Iterable[str], used: Collection[str], why: str) -> None:
     """Refuses a model that has trained tensors beside those that are used, by their names."""
-    if found := unused_parts(trained, used):
-        shown = ", ".join([*found[:4], *(["…"] if len(found) > 4 else [])])
+    if unused := unused_parts(trained, used):
+        shown = ", ".join([*unused[:4], *(["…"] if len(unused) > 4 else [])])
         raise BackendError(
             f"These parts of the model take no part in the loss, and {why}: {shown}. Freeze what the task never uses "
             "(model.freeze, by these names), give no adapters to it (lora.targets), or, where each batch uses other "
@@ -210,13 +210,13 @@ def refuse_unused(trained: Iterable[str], used: Collection[str], why: str) -> No
 
 def unused_parts(trained: Iterable[str], used: Collection[str]) -> list[str]:
     """Returns the names of modules none of whose trained tensors is used, and of single tensors of others."""
-    found: dict[str, None] = {}
+    unused: dict[str, None] = {}
     for name in trained:
         if name not in used:
             words = name.split(".")
             above = (".".join(words[:count]) for count in range(1, len(words)))
-            found[next((top for top in above if not any(n.startswith(f"{top}.") for n in used)), name)] = None
-    return list(found)
+            unused[next((top for top in above if not any(n.startswith(f"{top}.") for n in used)), name)] = None
+    return list(unused)
 
 
 def trained_leaves(model: object) -> dict[str, torch.Tensor | None]:
@@ -345,7 +345,7 @@ def strategy_of(launch: Launch) -> Strategy:
 def strategy_of_model(model: Any, asked: Strategy) -> Strategy:
     """Returns the strategy that has prepared a model, which may be another than was asked for."""
     others = map(_load, dict.fromkeys(_MODULES.values()))
-    return asked if asked.holds(model) else next(found for found in others if found.holds(model))
+    return asked if asked.holds(model) else next(strategy for strategy in others if strategy.holds(model))
 
 
 def _load(name: str) -> Strategy:

@@ -124,17 +124,17 @@ def split_gradients(values: torch.Tensor, group: Group) -> torch.Tensor:
     """Returns the same values, (B, T, h); of gradients each rank has those of its tokens, and else zeros."""
 
     def of_own_tokens(gradients: torch.Tensor) -> torch.Tensor:
-        found = torch.zeros_like(gradients, memory_format=torch.contiguous_format)
+        masked = torch.zeros_like(gradients, memory_format=torch.contiguous_format)
         first, last = _own_tokens(gradients[..., 0].numel(), group)
-        found.flatten(0, -2)[first:last] = gradients.flatten(0, -2)[first:last]
-        return found
+        masked.flatten(0, -2)[first:last] = gradients.flatten(0, -2)[first:last]
+        return masked
 
     return apply_passes(values, _same, of_own_tokens)
 
 
 def _own_tokens(tokens: int, group: Group) -> tuple[int, int]:
-    part = -(-tokens // group.size)
-    return group.rank * part, (group.rank + 1) * part
+    per_rank = -(-tokens // group.size)
+    return group.rank * per_rank, (group.rank + 1) * per_rank
 
 
 Pass = Callable[[torch.Tensor], torch.Tensor]
@@ -142,8 +142,8 @@ Pass = Callable[[torch.Tensor], torch.Tensor]
 
 def apply_passes(values: torch.Tensor, forward: Pass, backward: Pass) -> torch.Tensor:
     """Returns `forward(values)`, whose gradients go through `backward`."""
-    found: torch.Tensor = _Collective.apply(values, forward, backward)  # type: ignore[no-untyped-call]
-    return found
+    output: torch.Tensor = _Collective.apply(values, forward, backward)  # type: ignore[no-untyped-call]
+    return output
 
 
 class _Collective(torch.autograd.Function):

@@ -68,7 +68,7 @@ def find_wanted(plan: Plan, names: str) -> list[Candidate]:
 
 def trace_all(plan: Plan, candidates: list[Candidate], stored: str | None, say: Callable[[str], None]) -> list[Traced]:
     """Traces candidates one after the other, whose names it says; `stored` is as for `planner.make_plan`."""
-    found, taken = [], dict[str, dict[str, Any]]()
+    traced, taken = [], dict[str, dict[str, Any]]()
     for candidate in candidates:
         variant, closed = plan.variants[candidate.kind], fake_backend.why_closed(candidate.launch)
         if candidate.memory is None or not isinstance(variant, Variant):
@@ -85,8 +85,8 @@ def trace_all(plan: Plan, candidates: list[Candidate], stored: str | None, say: 
                 say(f"tracing {candidate.name} ({candidate.kind}) …")
                 taken[job] = _run(job, fake_backend.rank_environment(launch))
             step = taken[job]
-        found.append(_read(candidate, step, closed))
-    return found
+        traced.append(_read(candidate, step, closed))
+    return traced
 
 
 def _run(job: str, env: dict[str, str]) -> dict[str, Any]:

@@ -46,10 +46,10 @@ def main(job: Path, result: Path) -> None:
     asked = json_files.read(job)
     recipe, launch = validate_recipe(asked["recipe"]), Launch(**asked["launch"])
     try:
-        found = trace_step(recipe, launch, asked["stored"])
+        outcome = trace_step(recipe, launch, asked["stored"])
     except Exception as error:  # whatever a network's own code answers to tensors without values
-        found = {"reason": reason_of(error), "traceback": traceback.format_exc()}
-    atomic_files.write_text(result, json.dumps({**found, "cpu_s": time.process_time()}))
+        outcome = {"reason": reason_of(error), "traceback": traceback.format_exc()}
+    atomic_files.write_text(result, json.dumps({**outcome, "cpu_s": time.process_time()}))
 
 
 def reason_of(error: Exception) -> str:
@@ -57,9 +57,9 @@ def reason_of(error: Exception) -> str:
     operation = getattr(error, "func", None)
     text = " ".join(str(error).split())
     where = next((f for f in reversed(traceback.extract_tb(error.__traceback__)) if "/torch/" not in f.filename), None)
-    place = f" (in {Path(where.filename).name}, {where.name})" if where is not None else ""
+    location = f" (in {Path(where.filename).name}, {where.name})" if where is not None else ""
     what = f"{operation} needs values" if operation is not None else text[:_LONGEST] or type(error).__name__
-    return f"{what}{place}"
+    return f"{what}{location}"
 
 
 def trace_step(recipe: Recipe, launch: Launch, stored: str | None) -> dict[str, Any]:
@@ -231,10 +231,10 @@ def meta_batch(recipe: Recipe) -> dict[str, torch.Tensor]:
         names.append("attention_mask")
     elif recipe.data.packing == "documents":
         names.append("position_ids")
-    found = {name: torch.empty((rows, length), dtype=torch.long, device="meta") for name in names}
+    batch = {name: torch.empty((rows, length), dtype=torch.long, device="meta") for name in names}
     if task.labelled and not task.tagged:
-        found["targets"] = found["targets"][:, 0]
-    return found
+        batch["targets"] = batch["targets"][:, 0]
+    return batch
 
 
 def _dropout_as_on_gpus() -> None:

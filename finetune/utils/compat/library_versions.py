@@ -40,15 +40,15 @@ def installed(library: str) -> str | None:
 def untested_versions() -> str:
     """Returns a line with the libraries, and the system, that the tests did not run with; "" if there are none."""
     system = platforms.untested_system()
-    found = [] if system is None else [f"{system} (tested: Linux)"]
+    untested = [] if system is None else [f"{system} (tested: Linux)"]
     python = sys.version.split()[0]
     for library, version, (lowest, highest) in (
         ("Python", python, PYTHONS),
         *((library, installed(library), proven) for library, proven in PROVEN.items()),
     ):
         if version is not None and not minor(lowest) <= minor(version) <= minor(highest):
-            found.append(f"{library} {version} (tested: {' to '.join(dict.fromkeys((lowest, highest)))})")
-    return f"Not tested with {', '.join(found)}. `finetune doctor` says what was." if found else ""
+            untested.append(f"{library} {version} (tested: {' to '.join(dict.fromkeys((lowest, highest)))})")
+    return f"Not tested with {', '.join(untested)}. `finetune doctor` says what was." if untested else ""
 
 
 def minor(version: str | None) -> tuple[int, ...]:
@@ -89,11 +89,11 @@ def require(library: str, owner: Any, *names: str) -> None:
         mentioned = set(_mentioned(owner))
         missing = [name for name in missing if name not in mentioned]
     if missing:
-        place = owner.__name__ if inspect.ismodule(owner) else f"{owner.__module__}.{owner.__qualname__}"
+        owner_name = owner.__name__ if inspect.ismodule(owner) else f"{owner.__module__}.{owner.__qualname__}"
         raise LibraryVersionError(
             f"{library} {installed(library)} is installed, but this toolkit was tested with {library} "
             f"{' to '.join(dict.fromkeys(PROVEN[library]))}, and uses names of it that this version does not have: "
-            f"{', '.join(missing)} (of {place}). Install a version that was tested: "
+            f"{', '.join(missing)} (of {owner_name}). Install a version that was tested: "
             f"pip install '{library}=={PROVEN[library][1]}.*'"
         )
 
