@@ -23,8 +23,8 @@ from finetune.config.recipe import validate_recipe
 from finetune.config.recipe_schema import CheckpointSection
 from finetune.models.forward_wrapper import unwrap
 from finetune.training.build_run import build_run
+from finetune.training.built_run import BuiltRun
 from finetune.training.loop import train_step
-from finetune.training.run import BuiltRun
 from finetune.utils.library_imports import silence_libraries
 
 GIB = 2.0**30

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune.config import path_kinds
+from finetune.config import recipe_paths
 from finetune.utils import json_files
 from finetune.utils.atomic_files import Lines, read_whole_lines
 from finetune.utils.errors import CheckpointError, RecipeError
@@ -55,7 +55,7 @@ def read_facts(directory: Path) -> dict[str, Any]:
                 f"{directory} holds no run: it has no run.json. Give a run directory, such as runs/sample; `finetune "
                 "runs` lists those that are here."
             )
-            raise RecipeError(path_kinds.why_not(directory, "run") or none) from error
+            raise RecipeError(recipe_paths.why_not(directory, "run") or none) from error
     return facts
 
 

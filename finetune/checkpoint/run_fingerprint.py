@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from finetune.config import path_kinds
+from finetune.config import recipe_paths
 from finetune.config.provenance import flat
 from finetune.config.recipe import hint
 from finetune.config.recipe_schema import ModelSection, Recipe
@@ -89,7 +89,7 @@ def base_of(recipe: Recipe, files: dict[str, str] | None = None) -> dict[str, An
         return None
     if Path(section.name).is_dir():
         contents = base_files(recipe) if files is None else files
-        return {"name": path_kinds.place_of_model(section.name), "revision": None, "digest": digest_of(contents)}
+        return {"name": recipe_paths.place_of_model(section.name), "revision": None, "digest": digest_of(contents)}
     # The commit is the name of the folder in the local cache; configurations do not say it.
     commit = folder.name if (folder := _base_folder(section)) is not None else f"{section.name}@{section.revision}"
     return {"name": section.name, "revision": section.revision, "digest": commit}

@@ -167,7 +167,7 @@ def chat(parsed: argparse.Namespace) -> None:
 
 def predict(parsed: argparse.Namespace) -> None:
     """Predict a class or number for each document of a file, tag its words, write its target, or answer each prompt."""
-    from finetune.config import path_kinds
+    from finetune.config import recipe_paths
 
     target = Path(parsed.output) if parsed.output is not None else None
     for flag, number in (("batch-size", parsed.batch_size), ("max-new-tokens", parsed.max_new_tokens)):
@@ -180,7 +180,7 @@ def predict(parsed: argparse.Namespace) -> None:
             raise RecipeError(f"--output {target} cannot be written: name a file in a folder that is there.")
         if target.exists() and target.resolve() == Path(parsed.file).resolve():
             raise RecipeError(f"--output {target} is the file that is read. Name another.")
-    path_kinds.find_files(parsed.file)
+    recipe_paths.find_files(parsed.file)
     opened = _open(parsed, exact=True)
     opened.require_predictions()
     from finetune.export import evaluate_files, predict_files
@@ -236,10 +236,10 @@ def evaluate(parsed: argparse.Namespace) -> None:
     for option in _HARNESS_OPTIONS:
         if getattr(parsed, option) is not None:
             raise RecipeError(f"--{option.replace('_', '-')} is for --harness. Leave it out.")
-    from finetune.config import path_kinds
+    from finetune.config import recipe_paths
 
     for file in parsed.data:
-        path_kinds.find_files(file)
+        recipe_paths.find_files(file)
     opened = _open(parsed, exact=True)
     from finetune.export import evaluate_files
 

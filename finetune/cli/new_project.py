@@ -17,7 +17,7 @@ from rich.tree import Tree
 
 from finetune.cli.choose_launch import UNPLANNED, sharing, this_machine
 from finetune.cli.recipe_sizes import RecipeSizes, default_sizes, size_recipe
-from finetune.config import path_kinds
+from finetune.config import recipe_paths
 from finetune.config.provenance import Origin
 from finetune.config.recipe import RecipeLoader, apply_override, dump_tree, recipe_layers, validate_recipe
 from finetune.config.recipe_schema import Recipe
@@ -25,9 +25,9 @@ from finetune.data.class_labels import ClassList
 from finetune.data.source_survey import Kind, SourceSurvey, survey_source, token_lengths
 from finetune.data.tokenization.tokenizer import load_tokenizer
 from finetune.distributed.launch.predicted_environment import launch_of_file
-from finetune.models.head_classes import head_classes
 from finetune.models.heads import NEXT_TOKEN
 from finetune.models.model_config import longest_row, resolve_model_config
+from finetune.models.pretrained_classes import pretrained_classes
 from finetune.planning import recommendations
 from finetune.planning.planner import make_plan
 from finetune.planning.step_time import Machines
@@ -98,7 +98,7 @@ def write_project(folder: Path, project: Project) -> list[str]:
     draft = _draft_recipe(project)
     project = draft.project
     recipe = validate_recipe(parse(draft.text(), RecipeLoader), "The new recipe", BUILT_IN)
-    path_kinds.check_paths(recipe)
+    recipe_paths.check_paths(recipe)
     text = draft.text(_seen_from(folder, project))
     files = {"task.py": _render("task.py", project)} if project.task == "custom" else {}
     launches, chosen, reason, changes = _choose_launch(recipe, draft.machines, custom=project.task == "custom")
@@ -163,7 +163,7 @@ def make_recipe(project: Project, overrides: Sequence[str], *, quiet: bool = Fal
             text = dump_tree(tree)
         text = f"# {command}\n{text}"
     recipe = validate_recipe(parse(text, RecipeLoader), str(file), BUILT_IN)
-    path_kinds.check_paths(recipe)
+    recipe_paths.check_paths(recipe)
     return KeptRecipe(file, text, recipe, tuple(lines))
 
 
@@ -223,7 +223,7 @@ def _draft_recipe(project: Project, given: Mapping[str, Any] | None = None) -> _
     positions = {"chat": 1024, "classify": 512}.get(task, 256) if least is None else _positions(least, task)
     if survey is not None:
         if survey.labels:
-            known = head_classes(least, classification.HEAD) if least is not None else None
+            known = pretrained_classes(least, classification.HEAD) if least is not None else None
             named = [classes for classes in (known, survey.classes) if classes is not None]
             values["num_labels"] = ClassList.of([*survey.labels], None, named, survey.places).count
         sizes = _size_to(survey, least, positions, machines.ranks, given)

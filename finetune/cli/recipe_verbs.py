@@ -160,14 +160,14 @@ def sft(parsed: argparse.Namespace) -> None:
 
 def _check_project(parsed: argparse.Namespace) -> None:
     """Checks what a new recipe is made of, as far as its paths and keys tell, before libraries are imported."""
-    from finetune.config import path_kinds
+    from finetune.config import recipe_paths
     from finetune.config.recipe import check_overrides
 
     check_overrides({"data": {"train": [{"path": parsed.data or ""}]}}, getattr(parsed, "overrides", ()))
     go_offline_if_unreachable()
     hub_access.require_model(parsed.model, "--model")
     if parsed.data is not None:
-        path_kinds.find_files(os.path.expanduser(parsed.data))
+        recipe_paths.find_files(os.path.expanduser(parsed.data))
     silence_libraries()
 
 
@@ -249,13 +249,13 @@ def _start(parsed: argparse.Namespace) -> None:
 
 def _load_both(parsed: argparse.Namespace, given: dict[str, str]) -> "tuple[Recipe, PredictedEnvironment]":
     """Loads recipe and launch file, and checks them against each other, before libraries are imported."""
-    from finetune.config import path_kinds
+    from finetune.config import recipe_paths
     from finetune.distributed import device_selection
     from finetune.distributed.launch.predicted_environment import predict_environment
     from finetune.distributed.resolve_config import resolve_for_devices
 
     recipe = arguments.load_named_recipe(parsed)
-    path_kinds.check_paths(recipe)
+    recipe_paths.check_paths(recipe)
     foreseen = predict_environment(parsed.config_file, given, os.environ)
     if foreseen.asked.nnodes is None:
         resolve_for_devices(recipe, foreseen.launch, device_selection.of_driver(), foreseen.env)
@@ -340,8 +340,8 @@ def data(parsed: argparse.Namespace) -> None:
     from finetune.utils.console import plain_console
 
     recipe = load_checked(parsed)
+    from finetune.tasks.build_task import without_validation
     from finetune.tasks.task_lookup import find_task
-    from finetune.tasks.task_parts import without_validation
 
     silence_libraries()
     prepared = find_task(recipe).build_data(recipe, False)

@@ -20,7 +20,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from finetune.config import file_kinds
+from finetune.config import config_files
 from finetune.config.peer_keys import called_here
 from finetune.config.provenance import Origin, concerns_key, place_of, places, printable
 from finetune.config.recipe_schema import LengthSection, Recipe, Section, is_given, ranking, section_in
@@ -224,7 +224,7 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
     Raises:
         RecipeError: If it does not hold any.
     """
-    tree = read_keys(Path(path), file_kinds.RECIPE, RecipeError)
+    tree = read_keys(Path(path), config_files.RECIPE, RecipeError)
     # So that an override changes one place only, where the file repeats a part by an alias.
     return write_out(json.loads(json.dumps(tree, default=str)))
 
@@ -233,7 +233,7 @@ def read_keys(file: Path, kind: str, error_class: type[FinetuneError]) -> dict[s
     """Returns the plain keys and values of a recipe or launch file, as YAML or JSON has them.
 
     Args:
-        kind: `file_kinds.RECIPE` or `file_kinds.LAUNCH`.
+        kind: `config_files.RECIPE` or `config_files.LAUNCH`.
         error_class: Raised if the file does not hold any, or is of another kind.
     """
     name = kind.removeprefix("a ")
@@ -243,10 +243,10 @@ def read_keys(file: Path, kind: str, error_class: type[FinetuneError]) -> dict[s
     except YamlProblem as error:
         raise error_class(f"{error.at(file)}: the {name} is not valid YAML: {error}.") from error
     except (OSError, ValueError) as error:
-        shipped = {file_kinds.RECIPE: shipped_names(RECIPES), file_kinds.LAUNCH: shipped_names(LAUNCH_FILES)}
+        shipped = {config_files.RECIPE: shipped_names(RECIPES), config_files.LAUNCH: shipped_names(LAUNCH_FILES)}
         own, ((other, others),) = shipped.pop(kind), shipped.items()
         if file.name in others:
-            text = f"{file.name} is {other} that ships, not {kind}. {file_kinds.PLACES[other]}"
+            text = f"{file.name} is {other} that ships, not {kind}. {config_files.PLACES[other]}"
             raise error_class(text) from error
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
         problem = f"Cannot read the {name} {file}: {reason}{hint(file.name, own)}"
@@ -255,7 +255,7 @@ def read_keys(file: Path, kind: str, error_class: type[FinetuneError]) -> dict[s
     tree = {} if tree is None else tree
     if not isinstance(tree, dict):
         raise error_class(f"{file} must hold keys and values, got {_kind(tree)}.")
-    if (mistaken := file_kinds.other_kind(tree, kind)) is not None:
+    if (mistaken := config_files.other_kind(tree, kind)) is not None:
         raise error_class(f"{file}: {mistaken}")
     return tree
 

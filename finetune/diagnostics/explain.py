@@ -17,7 +17,7 @@ from finetune.config.recipe import RECIPE_FIELDS, hint, read_recipe, recipe_laye
 from finetune.config.recipe_schema import Recipe, section_in
 from finetune.distributed import device_selection
 from finetune.distributed.launch.predicted_environment import predict_environment
-from finetune.distributed.launch_values import launch_values, resolved_precision
+from finetune.distributed.launch_settings import launch_settings, resolved_precision
 from finetune.distributed.resolve_config import resolve_for_devices
 from finetune.tasks.task_lookup import BUILT_IN
 from finetune.utils.console import plain_table
@@ -49,7 +49,7 @@ def explain_values(
     derived = {"precision": resolved_precision(settled, here)} if recipe.precision == "auto" else {}
     return [
         *recipe_values(recipe, recipe_file, overrides, trees, derived),
-        *launch_values(recipe, foreseen, settled, here, env),
+        *launch_settings(recipe, foreseen, settled, here, env),
     ]
 
 

@@ -21,7 +21,7 @@ from finetune.models.chunked_loss import IGNORED
 from finetune.models.forward_wrapper import ForwardWrapper
 from finetune.optim import lr_schedule
 from finetune.training import entry_point, loop
-from finetune.training.run import BuiltRun
+from finetune.training.built_run import BuiltRun
 from finetune.utils import exit_codes
 
 # Factors of the losses that this rank has still to compute in this step.

@@ -22,8 +22,8 @@ from finetune.diagnostics.parity.compare import relative_difference, tolerance_b
 from finetune.monitoring.step_all_reduce import StepOutput
 from finetune.optim import lr_schedule
 from finetune.training.build_run import build_run
+from finetune.training.built_run import BuiltRun
 from finetune.training.loop import train_step
-from finetune.training.run import BuiltRun
 from finetune.utils.console import plain_table
 from finetune.utils.errors import CheckpointError, RecipeError
 from finetune.utils.temporary_folders import temporary_folder

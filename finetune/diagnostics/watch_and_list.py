@@ -18,7 +18,7 @@ from rich.text import Text
 
 from finetune.checkpoint.run_history import MachineHistory, RunHistory, RunReader, Series, loss_curves, read_run
 from finetune.config.recipe_schema import ranking
-from finetune.diagnostics.run_report import one_run
+from finetune.diagnostics.run_report import run_summary
 from finetune.diagnostics.run_report.charts import running_mean
 from finetune.monitoring.rank_progress import read_ranks
 from finetune.utils.console import plain_table
@@ -59,11 +59,11 @@ def watch_run(directory: Path, console: Console, *, once: bool = False) -> None:
 
 def run_screen(run: RunHistory, width: int) -> RenderableType:
     """Returns what is shown of a run in a terminal of so many columns."""
-    head = Text.assemble((run.name, "bold"), "  ", (one_run.status_line(run), f"bold {COLORS[run.status]}"))
+    head = Text.assemble((run.name, "bold"), "  ", (run_summary.status_line(run), f"bold {COLORS[run.status]}"))
     again = f", start {len(run.starts)}" if len(run.starts) > 1 else ""
     progress = Table.grid(Column(ratio=1), Column(no_wrap=True), padding=(0, 1), expand=True)
     if run.num_steps:
-        words = f"{one_run.format_progress(run.step, run.num_steps)}  {run.step / run.num_steps:.0%}"
+        words = f"{run_summary.format_progress(run.step, run.num_steps)}  {run.step / run.num_steps:.0%}"
         progress.add_row(ProgressBar(run.num_steps, run.step), words)
     else:
         progress.add_row(f"step {run.step:,}")
@@ -98,22 +98,22 @@ def _figures(run: RunHistory) -> RenderableType:
     best = run.best_evaluation
     last = {key: float(values[-1]) if len(values) else math.nan for key, values in run.training.items()}
     cells = [
-        ("training loss", one_run.format_number(one_run.last_loss(run))),
-        (run.best_name, f"{one_run.format_number(best[1])} (best, step {best[0]:,})" if best else "–"),
+        ("training loss", run_summary.format_number(run_summary.last_loss(run))),
+        (run.best_name, f"{run_summary.format_number(best[1])} (best, step {best[0]:,})" if best else "–"),
         (
             "targets/s",
-            f"{one_run.format_number(last['tokens_per_s'], 3)} (mean {one_run.format_number(run.tokens_per_s, 3)})",
+            f"{run_summary.format_number(last['tokens_per_s'], 3)} (mean {run_summary.format_number(run.tokens_per_s, 3)})",
         ),
-        ("gradient norm", one_run.format_number(last["grad_norm"])),
-        ("targets learned", one_run.format_count(last["tokens"])),
-        ("learning rate", one_run.format_number(last["lr"], 3)),
-        ("time" if run.status != "running" else "time so far", one_run.format_duration(run.duration)),
+        ("gradient norm", run_summary.format_number(last["grad_norm"])),
+        ("targets learned", run_summary.format_count(last["tokens"])),
+        ("learning rate", run_summary.format_number(last["lr"], 3)),
+        ("time" if run.status != "running" else "time so far", run_summary.format_duration(run.duration)),
         ("last checkpoint", f"step {run.checkpoints[-1].step:,}" if run.checkpoints else "none yet"),
     ]
     for key in run.metrics:
         newest = np.flatnonzero(np.isfinite(run.evaluations[key]))[-1]
         value, step = float(run.evaluations[key][newest]), int(run.evaluations["step"][newest])
-        cells.append((key.replace("_", " "), f"{one_run.format_number(value)} (step {step:,})"))
+        cells.append((key.replace("_", " "), f"{run_summary.format_number(value)} (step {step:,})"))
     longest = max(len(name) for name, _ in cells)
     return Columns([Text.assemble((f"{name:<{longest}}  ", "dim"), value) for name, value in cells], (0, 2), equal=True)
 
@@ -124,7 +124,7 @@ def _machines_table(machines: Sequence[MachineHistory]) -> Table:
     for machine in machines:
 
         def newest(*keys: str, of: MachineHistory = machine) -> str:
-            return "/".join(one_run.format_number(float(of.samples[key][-1]), 3) for key in keys)
+            return "/".join(run_summary.format_number(float(of.samples[key][-1]), 3) for key in keys)
 
         gpu = f"{newest('gpu_percent')}% {newest('gpu_temperature_c')}°C"
         shown.add_row(
@@ -271,10 +271,10 @@ def runs_table(found: list[RunSummary]) -> Table:
         shown.add_row(
             Text(one.run),
             Text("ended early" if one.ended_early else one.status, style=COLORS[one.status]),
-            one_run.format_progress(one.step, one.num_steps),
-            "–" if one.best_value is None else f"{key} {one_run.format_number(one.best_value)} @{one.best_step:,}",
+            run_summary.format_progress(one.step, one.num_steps),
+            "–" if one.best_value is None else f"{key} {run_summary.format_number(one.best_value)} @{one.best_step:,}",
             Text(f"{one.launch} {one.precision}".rstrip()),
-            one_run.format_duration(one.duration_s) + (f" ↻{one.restarts}" if one.restarts else ""),
-            one_run.format_time(one.started)[:16],
+            run_summary.format_duration(one.duration_s) + (f" ↻{one.restarts}" if one.restarts else ""),
+            run_summary.format_time(one.started)[:16],
         )
     return shown

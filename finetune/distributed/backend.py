@@ -17,18 +17,18 @@ from accelerate.utils import patch_environment
 from torch import nn
 
 from finetune.config.recipe_schema import Recipe
-from finetune.distributed import held_memory, native_ops, verify_launch, weight_digests
-from finetune.distributed.held_memory import Memory
+from finetune.distributed import memory_usage, native_ops, verify_launch, weight_digests
 from finetune.distributed.launch.launch_config import Launch, ResolvedConfig
 from finetune.distributed.launch.network_interface import find_interface, interface_variables
+from finetune.distributed.memory_usage import Memory
 from finetune.distributed.mesh import Group, Mesh, gather_parts
+from finetune.distributed.parameter_info import DTYPES, inner_name, local
 from finetune.distributed.rendezvous_names import attempt_name
 from finetune.distributed.split_parameters import UNSPLIT, Splits
 from finetune.distributed.state import state_transfer, tensor_shards
 from finetune.distributed.state.tensor_shards import Shard
 from finetune.distributed.strategies import tensor
 from finetune.distributed.strategies.strategy import TIMEOUT, Strategy, strategy_of
-from finetune.distributed.tensor_facts import DTYPES, inner_name, local
 from finetune.distributed.verify_launch import RuntimeReport
 from finetune.distributed.weight_digests import Held
 from finetune.utils import orphan_watch
@@ -150,9 +150,9 @@ class Backend:
         return verify_launch.verify_runtime(self, self.strategy, rehearse)
 
     def memory(self, model: nn.Module, state_bytes: float) -> Memory:
-        """Measures what this rank holds from step to step; see `held_memory.measure_memory`."""
+        """Measures what this rank holds from step to step; see `memory_usage.measure_memory`."""
         self._reshard()
-        return held_memory.measure_memory(self.strategy, self, model, state_bytes)
+        return memory_usage.measure_memory(self.strategy, self, model, state_bytes)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Returns the context that the network computes in, inside the one that the wrapper provides."""

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from finetune.distributed.launch.launch_config import Launch
+from finetune.distributed.parameter_info import DTYPES, off_share, short_dtype
 from finetune.distributed.strategies import sequence
 from finetune.distributed.strategies.strategy import Runtime, Strategy, strategy_of_model
-from finetune.distributed.tensor_facts import DTYPES, off_share, short_dtype
 from finetune.utils.compat import torch_private
 from finetune.utils.errors import BackendError
 

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from finetune.distributed.parameter_info import local
 from finetune.distributed.split_parameters import Splits
 from finetune.distributed.state import state_transfer
 from finetune.distributed.state.tensor_shards import Shard
-from finetune.distributed.tensor_facts import local
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

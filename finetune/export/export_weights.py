@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from finetune.checkpoint import trusted_code
-from finetune.config import path_kinds
+from finetune.config import recipe_paths
 from finetune.config.recipe_schema import Recipe
 from finetune.export import find_weights, merge, model_card, verify_export, write_gguf
 from finetune.export.find_weights import WeightSource
@@ -211,8 +211,8 @@ def _write_adapter(job: _Export, staging: Path, say: Say) -> list[int]:
     weights, section = job.source.weights, job.recipe.model
     tensors = dict(verify_export.tensors_of(weights / merge.ADAPTER, "Restore it, or take another step."))
     save_file({name: tensor.float() for name, tensor in tensors.items()}, staging / merge.ADAPTER, {"format": "pt"})
-    config = path_kinds.adapter_config(weights) | {"inference_mode": True, "revision": section.revision}
-    config["base_model_name_or_path"] = path_kinds.place_of_model(str(section.name))
+    config = recipe_paths.adapter_config(weights) | {"inference_mode": True, "revision": section.revision}
+    config["base_model_name_or_path"] = recipe_paths.place_of_model(str(section.name))
     (staging / "adapter_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     stops: list[int] = []
     if job.head.next_token or job.head.encodes:
@@ -302,7 +302,7 @@ def _only_writer(target: Path) -> Iterator[None]:
         RecipeError: If it is there, another export is writing it, or a run writes what has this name.
         CheckpointError: If it cannot be written.
     """
-    inside = next((parent for parent in target.absolute().parents if path_kinds.kind_of(parent) == "run"), None)
+    inside = next((parent for parent in target.absolute().parents if recipe_paths.kind_of(parent) == "run"), None)
     if inside is not None and not target.absolute().is_relative_to(inside / "exports"):
         raise RecipeError(
             f"--to: {target} lies in the run directory {inside}, where a run writes and deletes. Leave --to out, and "

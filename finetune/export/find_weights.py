@@ -10,7 +10,7 @@ from typing import Any
 from finetune.checkpoint import checkpoint_store, integrity, trusted_code
 from finetune.checkpoint.checkpoint_store import CheckpointStore, name_of, step_of
 from finetune.checkpoint.run_facts import RUN, read_facts
-from finetune.config import path_kinds
+from finetune.config import recipe_paths
 from finetune.config.recipe import load_recipe
 from finetune.config.recipe_schema import Recipe
 from finetune.utils.errors import CheckpointError, RecipeError
@@ -130,7 +130,7 @@ def locate(place: Path, step: int | None) -> tuple[Path, CheckpointStore, str | 
         return run, store, folder.name
     _check_links(place)
     if not (place / "recipe.yaml").is_file():
-        if (wrong := path_kinds.why_not(place, "run")) is not None:
+        if (wrong := recipe_paths.why_not(place, "run")) is not None:
             raise CheckpointError(f"{wrong} Weights are taken out of run directories and checkpoints.")
         raise CheckpointError(
             f"{place} is no run (it has no recipe.yaml) and no checkpoint of one (no manifest.json). Name a run "

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoConfig, AutoTokenizer
 
 from finetune.checkpoint.trusted_code import SHIPPED
-from finetune.config import path_kinds
+from finetune.config import recipe_paths
 from finetune.config.recipe_schema import Recipe
 from finetune.data.tokenization.tokenizer import num_ids, why_damaged
 from finetune.export import find_weights, merge
@@ -145,7 +145,7 @@ def load_model(
             return _load_adapter(path, base, dtype, trust_remote_code)
         if base is not None:
             raise CheckpointError(f"--base is for adapters, and {name} has no adapter_config.json.")
-        if path_kinds.kind_of(path) != "adapter" and (wrong := path_kinds.why_not(path, "model")) is not None:
+        if recipe_paths.kind_of(path) != "adapter" and (wrong := recipe_paths.why_not(path, "model")) is not None:
             raise CheckpointError(wrong)
         if path.is_dir() and not (path / "config.json").is_file():
             raise CheckpointError(
@@ -179,7 +179,7 @@ def _load_run(place: Path, step: int | None, base: str | None, trusted: bool) ->
 
 
 def _load_adapter(place: Path, base: str | None, dtype: torch.dtype | str, trusted: bool) -> LoadedModel:
-    facts = path_kinds.adapter_config(place)
+    facts = recipe_paths.adapter_config(place)
     kind = facts.get("task_type") or NEXT_TOKEN.peft_type
     task = built_in_task(lambda head: head.peft_type == kind)
     if task is None:
@@ -187,7 +187,7 @@ def _load_adapter(place: Path, base: str | None, dtype: torch.dtype | str, trust
     name = base or facts.get("base_model_name_or_path")
     if not name:
         raise CheckpointError(f"{place / 'adapter_config.json'} names no base. Name it with --base.")
-    if (wrong := path_kinds.why_not(Path(name), "model")) is not None:
+    if (wrong := recipe_paths.why_not(Path(name), "model")) is not None:
         raise CheckpointError(f"The adapter's base: {wrong}" if base is None else f"--base: {wrong}")
     try:
         require_model(name)

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PreTrainedModel
 
-from finetune.config import path_kinds
+from finetune.config import recipe_paths
 from finetune.config.recipe import hint
 from finetune.config.recipe_schema import LoraSection, ModelSection, Recipe
 from finetune.models.heads import Head
@@ -82,7 +82,7 @@ def attach(network: nn.Module, recipe: Recipe, head: Head | None = None) -> nn.M
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set")
         adapted: nn.Module = get_peft_model(network, config)
         if recipe.model.name is not None:
-            config.base_model_name_or_path = path_kinds.place_of_model(recipe.model.name)
+            config.base_model_name_or_path = recipe_paths.place_of_model(recipe.model.name)
     return adapted
 
 

@@ -12,7 +12,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from finetune.config import path_kinds
+from finetune.config import recipe_paths
 from finetune.config.recipe import hint
 from finetune.config.recipe_schema import ModelSection, Recipe, RopeScalingSection
 from finetune.data.tokenization.tokenizer import num_ids, padding_id
@@ -252,7 +252,7 @@ def read_pretrained_config(section: ModelSection) -> PretrainedConfig:
     Raises:
         RecipeError: If there is none.
     """
-    if (wrong := path_kinds.why_not(Path(str(section.name)), "model")) is not None:
+    if (wrong := recipe_paths.why_not(Path(str(section.name)), "model")) is not None:
         raise RecipeError(f"model.name: {wrong}")
     advice = (
         "Name a directory with a config.json, or a model on the hub (which needs a network, or a copy in the local "

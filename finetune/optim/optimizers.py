@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from finetune.config.recipe import hint
 from finetune.config.recipe_schema import OptimSection, Recipe
-from finetune.distributed.tensor_facts import local
+from finetune.distributed.parameter_info import local
 from finetune.optim.lr_schedule import peak_lr
 from finetune.utils.compat.library_versions import require_installed
 from finetune.utils.errors import RecipeError

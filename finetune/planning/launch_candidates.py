@@ -1,6 +1,6 @@
 """One candidate of a plan: a way to train under a launch file, with what a rank holds and whether that fits.
 
-Bytes from step to step are exact: `held_memory.py` reads the same back from what runs.
+Bytes from step to step are exact: `memory_usage.py` reads the same back from what runs.
 """
 
 from dataclasses import dataclass, replace
@@ -9,8 +9,8 @@ from typing import Literal
 from finetune.config.recipe_schema import Recipe
 from finetune.distributed.device_selection import Devices
 from finetune.distributed.gpu_specs import Gpu
-from finetune.distributed.held_memory import Memory
 from finetune.distributed.launch.launch_config import Launch
+from finetune.distributed.memory_usage import Memory
 from finetune.distributed.resolve_config import resolve_for_devices
 from finetune.distributed.strategies.prediction import Share
 from finetune.distributed.strategies.strategy import strategy_of

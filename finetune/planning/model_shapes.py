@@ -11,9 +11,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from finetune.config.recipe_schema import LoraSection, OptimSection, Recipe
 from finetune.data.tokenization.tokenizer import load_tokenizer, num_ids
+from finetune.distributed.parameter_info import DTYPES, held_whole, width_of
 from finetune.distributed.split_parameters import UNSPLIT, Splits
 from finetune.distributed.strategies.prediction import ParamSpec, ParamSpecs
-from finetune.distributed.tensor_facts import DTYPES, held_whole, width_of
 from finetune.models import chunked_loss, frozen_weights, lora_adapters, pretrained_files, split_layers
 from finetune.models.build_network import settle_parameters
 from finetune.models.forward_wrapper import ForwardWrapper

@@ -17,8 +17,8 @@ from finetune.models import attention, chunked_loss, lora_adapters
 from finetune.models.heads import NEXT_TOKEN
 from finetune.models.model_config import resolve_model_config
 from finetune.tasks import seq2seq
+from finetune.tasks.build_task import build_task_data, transformers_task
 from finetune.tasks.task import Batch, TaskData
-from finetune.tasks.task_parts import build_task_data, transformers_task
 
 
 def _build_config(recipe: Recipe, ready: TaskData | None) -> PretrainedConfig:

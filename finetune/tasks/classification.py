@@ -13,8 +13,8 @@ from finetune.config.recipe_schema import Recipe
 from finetune.models import lora_adapters
 from finetune.models.heads import Head
 from finetune.models.model_config import first_position, resolve_model_config
+from finetune.tasks.build_task import build_task_data, transformers_task
 from finetune.tasks.task import Batch, TaskData
-from finetune.tasks.task_parts import build_task_data, transformers_task
 from finetune.utils.errors import RecipeError
 
 NAME = "sequence_classification"

@@ -9,9 +9,9 @@ from transformers import PretrainedConfig
 
 from finetune.config.recipe_schema import Recipe
 from finetune.models.model_config import resolve_model_config
+from finetune.tasks.build_task import build_task_data, transformers_task
 from finetune.tasks.classification import HEAD, class_scores, set_padding
 from finetune.tasks.task import Batch, TaskData
-from finetune.tasks.task_parts import build_task_data, transformers_task
 
 
 def _build_config(recipe: Recipe, ready: TaskData | None) -> PretrainedConfig:

@@ -17,9 +17,9 @@ from finetune.data.tokenization.tokenizer import target_wrapping_of
 from finetune.models import chunked_loss, lora_adapters, prompts
 from finetune.models.heads import Head
 from finetune.models.model_config import resolve_model_config
+from finetune.tasks.build_task import build_task_data, transformers_task
 from finetune.tasks.classification import set_padding
 from finetune.tasks.task import Batch, TaskData
-from finetune.tasks.task_parts import build_task_data, transformers_task
 
 NAME = "seq2seq_lm"
 """Its name in recipes."""

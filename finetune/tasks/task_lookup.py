@@ -43,7 +43,7 @@ def find_task(recipe: Recipe) -> Task:
     if problems:
         raise RecipeError.of("The recipe", problems)
     if task.head is None and recipe.lora is not None:
-        from finetune.tasks.task_parts import adapted_task
+        from finetune.tasks.build_task import adapted_task
 
         task = adapted_task(task)
     if recipe.task.loss is None:
@@ -51,7 +51,7 @@ def find_task(recipe: Recipe) -> Task:
     loss = import_object(recipe.task.loss, "task.loss")
     if not callable(loss):
         raise RecipeError(f"task.loss: '{recipe.task.loss}' is {type(loss).__name__}, not a function.")
-    from finetune.tasks.task_parts import check_losses
+    from finetune.tasks.build_task import check_losses
 
     # What counts hits computes the task's own loss by the way.
     task = replace(task, loss_sum=loss, loss_and_correct=None, loss_and_numbers=None, figures_of_counts=None)
@@ -93,7 +93,7 @@ def named_task(recipe: Recipe) -> Task:
         raise RecipeError(
             f"task.name: '{name}' is {type(task).__name__}, not a finetune.tasks.Task or a function that returns one."
         )
-    from finetune.tasks.task_parts import check_losses
+    from finetune.tasks.build_task import check_losses
 
     return task if name in BUILT_IN else check_losses(task)
 

@@ -8,11 +8,11 @@ from torch import nn
 
 from finetune.models import lora_adapters
 from finetune.models.heads import Head
+from finetune.tasks.build_task import build_task_data, transformers_task
 from finetune.tasks.classification import class_config, class_loss, class_loss_sum, class_scores
 from finetune.tasks.metrics import class_figures
 from finetune.tasks.tag_spans import TagScheme, count_spans
 from finetune.tasks.task import Batch, Figures
-from finetune.tasks.task_parts import build_task_data, transformers_task
 
 HEAD = Head("AutoModelForTokenClassification", "TOKEN_CLS", "token-classification")
 

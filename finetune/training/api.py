@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 from pydantic import TypeAdapter
 
 from finetune.checkpoint.run_history import RunHistory, Sample, SavedCheckpoint, Series, Status, read_run
-from finetune.config import path_kinds
+from finetune.config import recipe_paths
 from finetune.config.recipe import dump_recipe, read_recipe, recipe_layers, validate_recipe, write_out
 from finetune.config.recipe_schema import DataSection, Recipe, Section
 from finetune.tasks.task_lookup import BUILT_IN
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from finetune.export.load_model import LoadedModel
     from finetune.tasks.metrics import Metric
     from finetune.tasks.task import Batch, Task
+    from finetune.training.built_run import BuiltRun
     from finetune.training.loop import Step
-    from finetune.training.run import BuiltRun
 
     Loss = Callable[[nn.Module, Batch], torch.Tensor]
 
@@ -143,7 +143,7 @@ def start(recipe: Source, *overrides: str, quiet: bool = False, **objects: Unpac
     silence_libraries()
     signals.outlive_readers()
     with _with_objects(recipe, overrides, objects, quiet=quiet) as (named, _):
-        path_kinds.check_paths(named)
+        recipe_paths.check_paths(named)
         try:
             return Training(build_run(named, quiet=quiet))
         except BaseException:

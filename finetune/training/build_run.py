@@ -24,8 +24,8 @@ from finetune.data.rows.row_order import RowOrder
 from finetune.data.show_examples import preview
 from finetune.distributed import device_selection, rendezvous_store
 from finetune.distributed.backend import Backend
-from finetune.distributed.held_memory import Memory
 from finetune.distributed.launch.launch_config import Launch, ResolvedConfig, read_launch
+from finetune.distributed.memory_usage import Memory
 from finetune.distributed.rank_notes import failures_told
 from finetune.distributed.resolve_config import resolve_config
 from finetune.distributed.split_parameters import UNSPLIT
@@ -54,16 +54,16 @@ from finetune.monitoring.shutdown import ShutdownHandler
 from finetune.monitoring.trackers import Trackers
 from finetune.optim import optimizers
 from finetune.planning.planner import candidates_of
+from finetune.tasks.build_task import without_validation
 from finetune.tasks.metrics import Metric, build_metrics
 from finetune.tasks.prompt_set import Prompt, read_prompts
 from finetune.tasks.task import Task, TaskData
 from finetune.tasks.task_lookup import find_task
-from finetune.tasks.task_parts import without_validation
 from finetune.training import micro_batch_search, preflight
-from finetune.training.dry_run import check_recipe
+from finetune.training.built_run import BuiltRun, Length, TrainState, measure_length
+from finetune.training.dry_run import check_run
 from finetune.training.micro_batch_search import MicroBatchChoice
 from finetune.training.profiler import Profiler
-from finetune.training.run import BuiltRun, Length, TrainState, measure_length
 from finetune.utils import orphan_watch
 from finetune.utils.atomic_files import digest_of
 from finetune.utils.compat import torch_private
@@ -148,7 +148,7 @@ def build_run(recipe: Recipe, *, quiet: bool = False) -> BuiltRun:
     if os.environ.get("RANK", "0") == "0" and (text := untested_versions()):
         to_stderr(text)
     launch = read_launch()
-    check_recipe(recipe, launch)
+    check_run(recipe, launch)
     rendezvous_store.check_machines(recipe.model_dump(mode="json"), _PATIENCE)
     inputs = _read_inputs(recipe, quiet)
     begun = resume_point.kept_micro_size(recipe, inputs.directory)

@@ -8,9 +8,9 @@ from finetune.config.recipe_schema import Recipe
 from finetune.distributed.launch import network_interface
 from finetune.distributed.launch.launch_config import Launch, ResolvedConfig, read_launch
 from finetune.distributed.launch.predicted_environment import PredictedEnvironment
+from finetune.distributed.parameter_info import width_of
 from finetune.distributed.resolve_config import resolve_config
 from finetune.distributed.strategies.strategy import strategy_of
-from finetune.distributed.tensor_facts import width_of
 from finetune.models import float8, lora_adapters, split_layers
 from finetune.models.build_network import build_meta_model, settle_parameters
 from finetune.models.forward_wrapper import ForwardWrapper
@@ -23,7 +23,7 @@ from finetune.tasks.task_lookup import check_task_splits, find_task
 from finetune.utils.errors import RecipeError
 
 
-def check_recipe(recipe: Recipe, launch: Launch, env: Mapping[str, str] = os.environ) -> ResolvedConfig:
+def check_run(recipe: Recipe, launch: Launch, env: Mapping[str, str] = os.environ) -> ResolvedConfig:
     """Returns what follows from recipe and launch, which a run, a dry run and `finetune doctor` refuse alike.
 
     Args:
@@ -59,7 +59,7 @@ def describe(recipe: Recipe, foreseen: PredictedEnvironment | None = None) -> st
         FinetuneError: With what is wrong.
     """
     launch = foreseen.launch if foreseen else read_launch()
-    config = check_recipe(recipe, launch, foreseen.env if foreseen else os.environ)
+    config = check_run(recipe, launch, foreseen.env if foreseen else os.environ)
     task = find_task(recipe)
     if task.build_skeleton is None:
         raise RecipeError(

@@ -77,13 +77,13 @@ def add_recipe_arguments(parser: argparse.ArgumentParser, *, optional: bool = Fa
 
 def load_checked(parsed: argparse.Namespace) -> "Recipe":
     """The recipe, once the models that it names can be had: this is known before the libraries are imported."""
-    from finetune.config import path_kinds
+    from finetune.config import recipe_paths
     from finetune.config.recipe import load_recipe
     from finetune.tasks.task_lookup import BUILT_IN
 
     quiet = getattr(parsed, "quiet", False) or orphan_watch.is_own_launcher()  # which has said it
     recipe = load_recipe(parsed.recipe, parsed.overrides, BUILT_IN, quiet=quiet)
-    path_kinds.check_paths(recipe)
+    recipe_paths.check_paths(recipe)
     go_offline_if_unreachable()
     hub_access.require_model(recipe.model.name, "model.name")
     hub_access.require_model(recipe.tokenizer.name, "tokenizer.name")

@@ -24,7 +24,7 @@ from finetune.tasks import metrics
 from finetune.tasks.causal_lm import next_token_logits
 from finetune.tasks.class_tables import MOST_COUNTED
 from finetune.tasks.task import Batch, Task
-from finetune.training.run import BuiltRun
+from finetune.training.built_run import BuiltRun
 from finetune.utils.atomic_files import write_text
 from finetune.utils.errors import FinetuneError, RecipeError
 from finetune.utils.to_device import batch_to_device

@@ -17,7 +17,7 @@ from finetune.export.find_weights import WeightSource
 from finetune.models.forward_wrapper import unwrap
 from finetune.models.pretrained_files import write_beside
 from finetune.monitoring.alerts import send_alert
-from finetune.training.run import RECENT, BuiltRun
+from finetune.training.built_run import RECENT, BuiltRun
 from finetune.utils.errors import CheckpointError, DivergedError, FinetuneError
 from finetune.utils.exit_codes import lost_peer
 from finetune.utils.quoting import shell_word

@@ -19,8 +19,8 @@ from finetune.monitoring.step_all_reduce import AsyncScalar, StepOutput, StepSyn
 from finetune.optim import lr_schedule
 from finetune.tasks.task import Batch
 from finetune.training import finish_run
+from finetune.training.built_run import BuiltRun
 from finetune.training.evaluate_run import evaluate_and_sample
-from finetune.training.run import BuiltRun
 from finetune.training.step_metrics import PeakMemoryMonitor, check_nonfinite, log_epoch, log_step, look_at_profile
 from finetune.training.weight_check import WeightCheck
 from finetune.utils.to_device import batch_to_device, tensor_to_device

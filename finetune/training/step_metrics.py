@@ -16,7 +16,7 @@ from finetune.monitoring.rank_progress import OUTSIDE
 from finetune.monitoring.step_all_reduce import StepOutput
 from finetune.planning.planner import candidates_of
 from finetune.training import profiler
-from finetune.training.run import BuiltRun
+from finetune.training.built_run import BuiltRun
 from finetune.utils.compat import torch_private
 from finetune.utils.platforms import peak_bytes
 

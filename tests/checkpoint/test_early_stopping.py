@@ -21,10 +21,10 @@ from finetune.checkpoint.run_history import read_run
 from finetune.config.recipe import validate_recipe
 from finetune.config.recipe_schema import Recipe
 from finetune.diagnostics import watch_and_list
-from finetune.diagnostics.run_report import charts, one_run
+from finetune.diagnostics.run_report import charts, run_summary
 from finetune.diagnostics.watch_and_list import list_runs, runs_table
 from finetune.export import find_weights
-from finetune.training.run import BuiltRun
+from finetune.training.built_run import BuiltRun
 from finetune.utils.errors import CheckpointError, RecipeError
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("early")]
@@ -257,11 +257,11 @@ def test_patience_without_what_it_looks_at_is_refused(tmp_path: Path) -> None:
 
 def test_the_report_says_so(ended: Done) -> None:
     run = read_run(ended.directory)
-    said = one_run.status_line(run)
+    said = run_summary.status_line(run)
     assert said == early_stop_sentence(ended.results["ended_early"])
     (loss, *_) = charts.charts_of([("run", run)])
     assert [(mark.label, mark.sign, mark.step) for mark in loss.marks] == [("best validation loss", "★", BEST)]
-    assert f"step {BEST}" in str(one_run.main_figures(run, None))
+    assert f"step {BEST}" in str(run_summary.main_figures(run, None))
     (listed,) = list_runs(ended.directory)
     assert (listed.ended_early, listed.status, listed.best_step, listed.best_by) == (
         True,

@@ -27,7 +27,7 @@ from finetune.checkpoint import integrity, row_ledger
 from finetune.checkpoint.checkpoint_store import open_store, step_of
 from finetune.checkpoint.save_checkpoint import CheckpointWriter
 from finetune.training import entry_point, loop
-from finetune.training.run import BuiltRun
+from finetune.training.built_run import BuiltRun
 from finetune.utils.atomic_files import Journal
 from finetune.utils.errors import CheckpointError
 

@@ -23,7 +23,7 @@ from finetune.config.recipe import validate_recipe
 from finetune.config.recipe_schema import Recipe
 from finetune.data.rows.row_order import RowOrder
 from finetune.tasks.task_lookup import find_task
-from finetune.training.run import measure_length
+from finetune.training.built_run import measure_length
 from finetune.utils import atomic_files
 from finetune.utils.errors import FinetuneError, RecipeError
 

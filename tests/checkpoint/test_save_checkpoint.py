@@ -19,7 +19,7 @@ from finetune.checkpoint.checkpoint_store import sealed_name, step_of
 from finetune.checkpoint.integrity import NewFile
 from finetune.checkpoint.save_checkpoint import CheckpointWriter
 from finetune.models.forward_wrapper import unwrap
-from finetune.training.run import BuiltRun
+from finetune.training.built_run import BuiltRun
 from finetune.utils.errors import CheckpointError
 
 pytestmark = pytest.mark.timeout(120)

@@ -20,7 +20,7 @@ from finetune.checkpoint.run_history import read_run
 from finetune.cli import main
 from finetune.config.recipe import RECIPE_FIELDS, load_recipe
 from finetune.config.recipe_schema import NAMES_OF_CODE
-from finetune.diagnostics.run_report.one_run import predict_peak
+from finetune.diagnostics.run_report.run_summary import predict_peak
 from finetune.training.api import Run
 from finetune.utils.errors import RecipeError
 

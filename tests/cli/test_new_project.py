@@ -11,7 +11,7 @@ from harness import ROOT, environment
 
 from finetune.cli import new_project
 from finetune.cli.new_project import TASKS, Project, write_project
-from finetune.config import path_kinds
+from finetune.config import recipe_paths
 from finetune.config.recipe import load_recipe, validate_recipe
 from finetune.config.recipe_schema import Recipe
 from finetune.distributed.device_selection import Devices
@@ -95,7 +95,7 @@ def test_relative_paths_count_from_the_project(tmp_path: Path, monkeypatch: pyte
     write_project(Path("projects/cats"), project)
     monkeypatch.chdir("projects/cats")
     recipe = load_recipe("recipe.yaml")
-    path_kinds.check_paths(recipe)
+    recipe_paths.check_paths(recipe)
     assert recipe.model.name == "../../models/small"
     assert [source.path for source in recipe.data.train] == ["../../*.jsonl"]
     monkeypatch.chdir(tmp_path)

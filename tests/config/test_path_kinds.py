@@ -7,9 +7,9 @@ from typing import Any
 import datasets
 import pytest
 
-from finetune.config import path_kinds
-from finetune.config.path_kinds import Kind, kind_of
+from finetune.config import recipe_paths
 from finetune.config.recipe import validate_recipe
+from finetune.config.recipe_paths import Kind, kind_of
 from finetune.data.tokenization.tokenizer import load_tokenizer
 from finetune.export.find_weights import find_weights
 from finetune.export.load_model import load_model
@@ -116,7 +116,7 @@ def test_as_a_model(places: dict[str, Path], name: str) -> None:
     """Before anything slow, and where a configuration is read by whoever has not looked."""
     path, expected = str(places[name]), AS_MODEL[name].format_map(places)
     recipe = recipe_of(model={"name": path}, tokenizer={})
-    for act in (lambda: path_kinds.check_paths(recipe), lambda: resolve_model_config(recipe)):
+    for act in (lambda: recipe_paths.check_paths(recipe), lambda: resolve_model_config(recipe)):
         text = said(act)
         assert text.startswith("model.name: ")
         assert expected in text
@@ -125,7 +125,7 @@ def test_as_a_model(places: dict[str, Path], name: str) -> None:
 
 
 def test_an_adapter_of_a_run_can_be_trained_further(places: dict[str, Path]) -> None:
-    text = said(lambda: path_kinds.check_paths(recipe_of(model={"name": str(places["run's adapter"])}, tokenizer={})))
+    text = said(lambda: recipe_paths.check_paths(recipe_of(model={"name": str(places["run's adapter"])}, tokenizer={})))
     assert f"run `finetune export {places['run']} --as merged`" in text
     assert f"keep model.name: some/base and the `lora` section, with resume={places['run']}" in text
 
@@ -133,14 +133,14 @@ def test_an_adapter_of_a_run_can_be_trained_further(places: dict[str, Path]) -> 
 @pytest.mark.parametrize("name", AS_TOKENIZER)
 def test_as_a_tokenizer(places: dict[str, Path], name: str) -> None:
     recipe = recipe_of(tokenizer={"name": str(places[name])})
-    for act in (lambda: path_kinds.check_paths(recipe), lambda: load_tokenizer(recipe)):
+    for act in (lambda: recipe_paths.check_paths(recipe), lambda: load_tokenizer(recipe)):
         assert AS_TOKENIZER[name].format_map(places) in said(act)
 
 
 @pytest.mark.parametrize("name", AS_DATA)
 def test_as_data(places: dict[str, Path], name: str) -> None:
     recipe = recipe_of(data={"train": [{"path": str(places[name])}]})
-    assert AS_DATA[name] in said(lambda: path_kinds.check_paths(recipe))
+    assert AS_DATA[name] in said(lambda: recipe_paths.check_paths(recipe))
 
 
 def test_as_a_run(places: dict[str, Path]) -> None:
@@ -187,10 +187,10 @@ def test_a_run_does_not_write_where_it_reads(tmp_path: Path, monkeypatch: pytest
     sections, output, says = OUTPUTS[name]
     recipe = recipe_of(**sections, output={"dir": output})
     if says is None:
-        path_kinds.check_paths(recipe)
+        recipe_paths.check_paths(recipe)
     else:
         with pytest.raises(RecipeError, match=rf"output\.dir: .*{says}"):
-            path_kinds.check_paths(recipe)
+            recipe_paths.check_paths(recipe)
 
 
 def test_what_is_right_is_not_refused(places: dict[str, Path]) -> None:
@@ -202,4 +202,4 @@ def test_what_is_right_is_not_refused(places: dict[str, Path]) -> None:
         {"data": {"train": [{"path": str(places["saved"])}]}},
         {"data": {"train": [{"path": f"{places['texts']}/*.jsonl"}]}},
     ):
-        path_kinds.check_paths(recipe_of(**sections))
+        recipe_paths.check_paths(recipe_of(**sections))

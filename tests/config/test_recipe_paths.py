@@ -14,7 +14,7 @@ import pytest
 import yaml
 from harness import ROOT
 
-from finetune.config import path_kinds
+from finetune.config import recipe_paths
 from finetune.config.recipe import validate_recipe
 from finetune.config.recipe_schema import Source
 from finetune.data.sources.corpus import open_source
@@ -76,7 +76,7 @@ def problems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **keys: Any) -> Fi
     monkeypatch.chdir(tmp_path)
     tree = {**TREE, "data": {"train": [{"sample": 10}]}, **keys}
     try:
-        path_kinds.check_paths(validate_recipe(tree))
+        recipe_paths.check_paths(validate_recipe(tree))
     except FinetuneError as error:
         return error
     return None

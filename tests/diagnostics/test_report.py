@@ -20,7 +20,7 @@ from plotly.offline import get_plotlyjs
 from testdata import MODEL
 
 from finetune.checkpoint.run_history import read_run
-from finetune.diagnostics.run_report import charts, one_run, page, write_and_serve
+from finetune.diagnostics.run_report import charts, page, run_summary, write_and_serve
 from finetune.diagnostics.run_report.charts import MOST_POINTS, downsample_curve, running_mean
 from finetune.diagnostics.run_report.page import differing_keys
 from finetune.diagnostics.run_report.write_and_serve import LiveServer, is_own_host
@@ -601,13 +601,13 @@ def test_each_figure_of_memory_says_whose_it_is(finished: Path, tmp_path: Path) 
     run = read_run(finished)
     measured = dataclasses.replace(run, facts={**run.facts, "peak_memory": {"of": "resident", "measured": 3 * 2**20}})
     whose = "peak memory of training, fullest rank, over what its process held before"
-    assert one_run.peak_memory(measured) == ("3.00 MiB", whose)
+    assert run_summary.peak_memory(measured) == ("3.00 MiB", whose)
     chart = data_of(written(tmp_path, finished))["charts"]["memory"]
     assert chart["title"] == "Peak memory of rank 0's process, with its libraries, so far"
     alone = dataclasses.replace(run, facts={**run.facts, "peak_memory": None})
-    assert one_run.peak_memory(alone)[1] == "peak memory of rank 0's process, with its libraries"
+    assert run_summary.peak_memory(alone)[1] == "peak memory of rank 0's process, with its libraries"
     on_gpu = dataclasses.replace(alone, facts={**alone.facts, "runs": {"device": "cuda"}})
-    assert one_run.peak_memory(on_gpu)[1] == "peak memory of rank 0"
+    assert run_summary.peak_memory(on_gpu)[1] == "peak memory of rank 0"
 
 
 def test_a_run_without_a_step(finished: Path, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from finetune.diagnostics.parity.launch_runs import find_launches, write_recipes
 from finetune.distributed.launch.failure_alert import FailureAlert
 from finetune.monitoring import alerts
 from finetune.training import api, entry_point, finish_run
-from finetune.training.run import BuiltRun
+from finetune.training.built_run import BuiltRun
 from finetune.utils.errors import CheckpointError, DivergedError, RecipeError
 from finetune.utils.exit_codes import ALERTED
 

@@ -19,7 +19,7 @@ from finetune.monitoring import machine_sampler
 from finetune.monitoring.machine_sampler import MachineMeter, sample_machines
 from finetune.monitoring.metrics import Reporter
 from finetune.monitoring.trackers import Trackers
-from finetune.training.run import BuiltRun
+from finetune.training.built_run import BuiltRun
 from finetune.utils.atomic_files import read_whole_lines
 
 MIB = 2**20

@@ -19,8 +19,8 @@ from finetune.checkpoint import run_directory
 from finetune.config.recipe import validate_recipe
 from finetune.distributed.mesh import DIMENSIONS, Group, Mesh
 from finetune.training.build_run import build_run
+from finetune.training.built_run import BuiltRun
 from finetune.training.loop import train
-from finetune.training.run import BuiltRun
 from finetune.utils.atomic_files import digest_of
 
 

@@ -27,7 +27,7 @@ from finetune.models.forward_wrapper import unwrap
 from finetune.monitoring.step_all_reduce import StepSync
 from finetune.training import loop
 from finetune.training.build_run import build_run
-from finetune.training.run import BuiltRun
+from finetune.training.built_run import BuiltRun
 from finetune.utils import exit_codes
 from finetune.utils.errors import FinetuneError
 from finetune.utils.library_imports import silence_libraries

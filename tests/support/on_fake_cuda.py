@@ -27,7 +27,7 @@ from finetune.distributed.backend import Backend
 from finetune.monitoring import step_all_reduce
 from finetune.training import loop
 from finetune.training.build_run import build_run
-from finetune.training.run import BuiltRun
+from finetune.training.built_run import BuiltRun
 from finetune.utils import exit_codes
 from finetune.utils.library_imports import silence_libraries
 

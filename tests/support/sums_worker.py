@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from finetune.config.recipe import load_recipe
 from finetune.models.forward_wrapper import unwrap
 from finetune.training.build_run import build_run
+from finetune.training.built_run import BuiltRun
 from finetune.training.loop import train_step
-from finetune.training.run import BuiltRun
 from finetune.utils.errors import BackendError
 from finetune.utils.library_imports import silence_libraries
 

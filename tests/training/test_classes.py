@@ -30,7 +30,7 @@ from finetune.config.recipe_schema import Recipe
 from finetune.data.class_labels import ClassList, KnownClasses
 from finetune.data.prepare import PreparedData, prepare_data
 from finetune.data.synthetic import story_generator
-from finetune.models.head_classes import head_classes
+from finetune.models.pretrained_classes import pretrained_classes
 from finetune.tasks.classification import HEAD
 from finetune.tasks.task_lookup import find_task
 from finetune.utils.errors import DataError, RecipeError
@@ -100,7 +100,7 @@ def tree(model: Path | None, source: str, folder: Path, **data: Any) -> dict[str
 def prepare(recipe: Recipe) -> PreparedData:
     """What the recipe's task prepares, before it is made a task's."""
     labelled = find_task(recipe).labelled
-    known = head_classes(recipe, HEAD) if labelled else None
+    known = pretrained_classes(recipe, HEAD) if labelled else None
     return prepare_data(recipe, find_task(recipe).learned, known=known, quiet=True)
 
 

@@ -17,7 +17,7 @@ from test_fake_device import recipe
 from finetune.config.recipe import validate_recipe
 from finetune.training import loop
 from finetune.training.build_run import build_run
-from finetune.training.run import BuiltRun
+from finetune.training.built_run import BuiltRun
 from finetune.utils.to_device import tensor_to_device
 
 pytestmark = [

@@ -26,8 +26,8 @@ from finetune.models.forward_wrapper import ForwardWrapper
 from finetune.monitoring.metrics import PhaseTimer
 from finetune.optim import lr_schedule
 from finetune.optim.optimizers import build_optimizer, parameter_groups
+from finetune.training.built_run import Length, measure_length
 from finetune.training.loop import seed_torch
-from finetune.training.run import Length, measure_length
 from finetune.utils.errors import DataError, RecipeError
 
 

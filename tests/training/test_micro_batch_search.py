@@ -28,8 +28,8 @@ from finetune.distributed.launch.launch_config import Launch, read_launch
 from finetune.tasks.task import Batch
 from finetune.training import entry_point, micro_batch_search, micro_batch_trial
 from finetune.training.build_run import build_run
+from finetune.training.built_run import BuiltRun
 from finetune.training.micro_batch_search import FULL, next_size
-from finetune.training.run import BuiltRun
 from finetune.utils.errors import RecipeError
 
 if TYPE_CHECKING:

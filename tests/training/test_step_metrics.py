@@ -17,7 +17,7 @@ from finetune.models.forward_wrapper import ForwardWrapper
 from finetune.optim import lr_schedule
 from finetune.tasks.classification import SEQUENCE_CLASSIFICATION
 from finetune.training import evaluate_run, step_metrics
-from finetune.training.run import BuiltRun
+from finetune.training.built_run import BuiltRun
 
 
 def test_utilisation_counts_all_tokens_and_not_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,7 @@ LIGHT = [
     "training/entry_point",
     "distributed/launch/launcher",
     "config/recipe",
-    "config/path_kinds",
+    "config/recipe_paths",
     "config/recipe_schema",
     "tasks/__init__",
     "tasks/task",
@@ -203,7 +203,7 @@ NAMED = {
 # They print lines of their own; texts that may be a stranger's go through `quoting`.
 TO_STDERR = {"exit_codes.py", "fault_injection.py", "signals.py", "platforms.py"}
 # They say what files are by their keys, and which launch file fits, and run nothing.
-KNOWS_FILES = {"file_kinds.py", "convert_config.py"}
+KNOWS_FILES = {"config_files.py", "convert_config.py"}
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from finetune.config.path_kinds import check_split, data_files_below, find_files
+from finetune.config.recipe_paths import check_split, data_files_below, find_files
 from finetune.config.recipe_schema import Source
 from finetune.data.sources.conversation_formats import RecordForm
 from finetune.data.sources.readers import (

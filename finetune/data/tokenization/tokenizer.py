@@ -21,7 +21,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase
 
-from finetune.config import path_kinds
+from finetune.config import recipe_paths
 from finetune.config.recipe_schema import Recipe
 from finetune.data.sources.corpus import Chosen
 from finetune.data.sources.readers import END_OF_TEXT, Learned
@@ -77,7 +77,7 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
             "The recipe names no tokenizer, and no model that one could lie beside. Set tokenizer.name, or "
             "tokenizer.vocab_size to train one."
         )
-    wrong = path_kinds.why_not(Path(name), "tokenizer")
+    wrong = recipe_paths.why_not(Path(name), "tokenizer")
     if wrong is not None:
         raise DataError(f"{'tokenizer' if section.name else 'model'}.name: {wrong}")
     try:

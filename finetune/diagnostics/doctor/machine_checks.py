@@ -15,7 +15,7 @@ from finetune.config.provenance import flat
 from finetune.diagnostics.doctor.check_result import Asked, CheckResult, failure, ok, run_probe, warning
 from finetune.distributed.device_selection import of_torch, slow_precision
 from finetune.distributed.launch.predicted_environment import predict_environment
-from finetune.distributed.launch_values import PREFIXES
+from finetune.distributed.launch_settings import PREFIXES
 from finetune.distributed.strategies.refusals import check_devices
 from finetune.utils import platforms
 from finetune.utils.compat.library_versions import NEEDED_BY, PROVEN, installed, untested_versions
@@ -196,10 +196,10 @@ def agreement(asked: Asked) -> Iterable[CheckResult]:
     if asked.recipe is None:
         yield ok("agreement", "not looked at; name a recipe with --recipe")
         return
-    from finetune.training.dry_run import check_recipe
+    from finetune.training.dry_run import check_run
 
     foreseen = asked.foreseen or predict_environment(None, {}, asked.env)
-    settled = check_recipe(asked.recipe, foreseen.launch, foreseen.env)
+    settled = check_run(asked.recipe, foreseen.launch, foreseen.env)
     what = f"{foreseen.launch.kind} on {foreseen.launch.num_processes} process(es) in {settled.precision}"
     yield ok("agreement", f"{what}, {settled.accumulation} micro-batch(es) a step and process")
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from finetune.checkpoint.run_history import RunHistory, Series, loss_curves
-from finetune.diagnostics.run_report.one_run import whose_memory
+from finetune.diagnostics.run_report.run_summary import whose_memory
 
 Style = Literal["line", "faint", "points", "stacked", "cross", "dashed"]
 

@@ -14,7 +14,7 @@ import yaml
 
 from finetune.checkpoint.run_history import RunHistory
 from finetune.config.provenance import flat
-from finetune.diagnostics.run_report import one_run
+from finetune.diagnostics.run_report import run_summary
 from finetune.diagnostics.run_report.charts import MOST_POINTS, Chart, charts_as_json, charts_of
 from finetune.export import evaluate_harness
 
@@ -24,12 +24,12 @@ _TEMPLATES = jinja2.Environment(
     loader=jinja2.FileSystemLoader(_HERE), autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined
 )
 _TEMPLATES.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
-_TEMPLATES.globals["one_run"] = one_run
+_TEMPLATES.globals["run_summary"] = run_summary
 _TEMPLATES.filters |= {
-    "bytes": one_run.format_bytes,
-    "duration": one_run.format_duration,
-    "number": one_run.format_number,
-    "time": one_run.format_time,
+    "bytes": run_summary.format_bytes,
+    "duration": run_summary.format_duration,
+    "number": run_summary.format_number,
+    "time": run_summary.format_time,
     "metric": evaluate_harness.metric_of,
     "sha256": lambda script: base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     "yaml": lambda recipe: yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True).rstrip(),
@@ -101,15 +101,15 @@ def _values_of_runs(runs: Sequence[tuple[str, RunHistory]], price: float | None)
     rows = [
         [
             name,
-            f"{run.status} {one_run.format_progress(run.step, run.num_steps)}",
-            f"{one_run.format_number(best[name][1])} (step {best[name][0]:,})" if name in best else "–",
-            one_run.format_number(one_run.last_loss(run)),
-            one_run.format_number(run.tokens_per_s, 3),
-            one_run.format_duration(run.duration),
-            one_run.run_cost(run, price)[0],
-            one_run.peak_memory(run)[0],
+            f"{run.status} {run_summary.format_progress(run.step, run.num_steps)}",
+            f"{run_summary.format_number(best[name][1])} (step {best[name][0]:,})" if name in best else "–",
+            run_summary.format_number(run_summary.last_loss(run)),
+            run_summary.format_number(run.tokens_per_s, 3),
+            run_summary.format_duration(run.duration),
+            run_summary.run_cost(run, price)[0],
+            run_summary.peak_memory(run)[0],
             run.launch,
-            one_run.model_name(run),
+            run_summary.model_name(run),
         ]
         for name, run in runs
     ]
@@ -117,8 +117,8 @@ def _values_of_runs(runs: Sequence[tuple[str, RunHistory]], price: float | None)
         "names": [name for name, _ in runs],
         "winner": _winner({name: loss for name, (_, loss) in best.items()}),
         "rows": rows,
-        "cost": one_run.run_cost(runs[-1][1], price)[1],
-        "memory": " or ".join(dict.fromkeys(one_run.peak_memory(run)[1] for _, run in runs)),
+        "cost": run_summary.run_cost(runs[-1][1], price)[1],
+        "memory": " or ".join(dict.fromkeys(run_summary.peak_memory(run)[1] for _, run in runs)),
         "recipe": differing_keys([run.recipe for _, run in runs]),
         "launch": differing_keys([{key: run.facts[key] for key in _LAUNCH if key in run.facts} for _, run in runs]),
         "samples": [(name, run.samples[-1]) for name, run in runs if run.samples],
@@ -129,8 +129,8 @@ def _winner(losses: Mapping[str, float]) -> str:
     """Returns which of several runs has the lowest loss, or which have it alike to the digits that are shown."""
     if len(losses) < 2:
         return ""
-    figure = one_run.format_number(min(losses.values()))
-    *first, last = (name for name, loss in losses.items() if one_run.format_number(loss) == figure)
+    figure = run_summary.format_number(min(losses.values()))
+    *first, last = (name for name, loss in losses.items() if run_summary.format_number(loss) == figure)
     if not first:
         return f"{last} has the lowest validation loss, {figure}"
     which = "lowest" if len(first) + 1 < len(losses) else "same"

@@ -25,7 +25,7 @@ import numpy as np
 from finetune.checkpoint.run_history import RunHistory, RunReader, read_run
 from finetune.diagnostics.run_report import page
 from finetune.diagnostics.run_report.charts import Chart, Style
-from finetune.diagnostics.run_report.one_run import predict_peak
+from finetune.diagnostics.run_report.run_summary import predict_peak
 from finetune.utils import atomic_files
 from finetune.utils.errors import FinetuneError, RecipeError
 

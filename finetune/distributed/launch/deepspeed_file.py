@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from finetune.config import file_kinds
+from finetune.config import config_files
 from finetune.config.provenance import flat, place_of, places
 from finetune.config.recipe import hint
 from finetune.utils import json_files
@@ -43,7 +43,7 @@ def read_deepspeed_file(path: str, file: str | None) -> tuple[str, dict[str, Any
         config = json_files.parse(read_text(ds_path), pairs=_each_once)
     if not isinstance(config, dict):
         raise BackendError(f"The DeepSpeed config {ds_path} must hold keys and values, not {type(config).__name__}.")
-    if (other := file_kinds.other_kind(config, file_kinds.DEEPSPEED)) is not None:
+    if (other := config_files.other_kind(config, config_files.DEEPSPEED)) is not None:
         raise BackendError(f"{ds_path}: {other}")
     problems = [*_rename(config), *_unknown(config)]
     problems += [(key, f"deprecated; write {new}") for key, new in TABLE["deprecated"].items() if key in flat(config)]

@@ -6,7 +6,7 @@ from pathlib import Path
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from finetune.config import file_kinds
+from finetune.config import config_files
 from finetune.config.provenance import place_of, places
 from finetune.config.recipe import hint, read_keys
 from finetune.distributed.launch.launch_schema import (
@@ -27,7 +27,7 @@ def read_launch_file(file: str) -> LaunchFile:
     Raises:
         BackendError: If it is no launch file, or says what nothing would read.
     """
-    tree = read_keys(Path(file), file_kinds.LAUNCH, BackendError)
+    tree = read_keys(Path(file), config_files.LAUNCH, BackendError)
     problems, kind = [], str(tree.get("distributed_type"))
     for name in SECTIONS:
         if tree.get(name) and kind in SECTIONS_OF and name not in SECTIONS_OF[kind]:

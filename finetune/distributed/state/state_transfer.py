@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from finetune.distributed.parameter_info import inner_optimizer, local
 from finetune.distributed.split_parameters import UNSPLIT, Splits
 from finetune.distributed.state import tensor_shards
 from finetune.distributed.state.tensor_shards import Shard
-from finetune.distributed.tensor_facts import inner_optimizer, local
 from finetune.utils.errors import CheckpointError
 
 PARAMETER = "parameter"

@@ -8,8 +8,8 @@ import torch
 from torch import distributed
 
 from finetune.distributed.mesh import Group, gather_parts
+from finetune.distributed.parameter_info import local
 from finetune.distributed.split_parameters import Split
-from finetune.distributed.tensor_facts import local
 from finetune.utils.errors import BackendError
 
 Range = tuple[int, int]

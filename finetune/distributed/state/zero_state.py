@@ -18,6 +18,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from torch import distributed, nn
 
+from finetune.distributed.parameter_info import inner_optimizer
 from finetune.distributed.state import tensor_shards
 from finetune.distributed.state.state_transfer import (
     PARAMETER,
@@ -28,7 +29,6 @@ from finetune.distributed.state.state_transfer import (
     sort_keys,
 )
 from finetune.distributed.state.tensor_shards import Shard, flat_block
-from finetune.distributed.tensor_facts import inner_optimizer
 from finetune.utils.compat import deepspeed_private
 from finetune.utils.errors import BackendError, CheckpointError
 

@@ -11,10 +11,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from finetune.distributed.launch.launch_config import Launch, ResolvedConfig
+from finetune.distributed.parameter_info import inner_name, master_weights, read_parameters
 from finetune.distributed.strategies import strategy
 from finetune.distributed.strategies.prediction import Flow, ParamSpecs, Share, elements_of, predict_whole_share
 from finetune.distributed.strategies.strategy import Prepared, Runtime, Strategy
-from finetune.distributed.tensor_facts import inner_name, master_weights, read_parameters
 from finetune.utils.compat import torch_private
 from finetune.utils.compat.torch_private import GradBucket
 

@@ -17,6 +17,7 @@ from accelerate.utils import InitProcessGroupKwargs
 from torch import nn
 
 from finetune.distributed.launch.launch_config import Launch, ResolvedConfig
+from finetune.distributed.parameter_info import dtypes_of, held_bytes, off_share, short_dtype, width_of
 from finetune.distributed.state import tensor_shards
 from finetune.distributed.state.tensor_shards import Shard
 from finetune.distributed.strategies import deepspeed_config, strategy
@@ -31,7 +32,6 @@ from finetune.distributed.strategies.prediction import (
     elements_of,
 )
 from finetune.distributed.strategies.strategy import TIMEOUT, Prepared, Runtime, Strategy
-from finetune.distributed.tensor_facts import dtypes_of, held_bytes, off_share, short_dtype, width_of
 from finetune.utils.errors import BackendError
 
 # DeepSpeed's defaults, in elements. Source: https://www.deepspeed.ai/docs/config-json/

@@ -14,6 +14,16 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Shard
 
 from finetune.distributed.launch.launch_config import Launch, ResolvedConfig
+from finetune.distributed.parameter_info import (
+    DTYPES,
+    held_whole,
+    inner_name,
+    inner_optimizer,
+    local,
+    master_weights,
+    read_parameters,
+    short_dtype,
+)
 from finetune.distributed.strategies import strategy
 from finetune.distributed.strategies.prediction import (
     Flow,
@@ -26,16 +36,6 @@ from finetune.distributed.strategies.prediction import (
     elements_of,
 )
 from finetune.distributed.strategies.strategy import TIMEOUT, Prepared, Runtime, Strategy
-from finetune.distributed.tensor_facts import (
-    DTYPES,
-    held_whole,
-    inner_name,
-    inner_optimizer,
-    local,
-    master_weights,
-    read_parameters,
-    short_dtype,
-)
 from finetune.utils.compat import accelerate_private, torch_private
 from finetune.utils.compat import torch_sharding_private as sharding
 from finetune.utils.errors import BackendError

@@ -35,7 +35,7 @@ class ParamSpec:
     multiplied: bool
     """True if autocast makes a copy of it in 16 bit."""
     whole: bool = False
-    """True if FSDP2 cannot cut it (`tensor_facts.held_whole`)."""
+    """True if FSDP2 cannot cut it (`parameter_info.held_whole`)."""
     packed: int = 0
     """How many weights it stands for, if they are packed: they are read back for each product."""
     split: Split | None = None

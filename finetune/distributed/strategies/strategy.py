@@ -19,12 +19,12 @@ from torch.distributed.tensor import DTensor, Partial
 
 from finetune.distributed.launch.launch_config import Launch, ResolvedConfig
 from finetune.distributed.mesh import Mesh
+from finetune.distributed.parameter_info import inner_name, inner_optimizer, local, read_parameters
 from finetune.distributed.split_parameters import Splits
 from finetune.distributed.state import state_transfer, tensor_shards
 from finetune.distributed.state.tensor_shards import Shard
 from finetune.distributed.strategies import tensor
 from finetune.distributed.strategies.prediction import Flow, ParamSpecs, Share, predict_whole_share
-from finetune.distributed.tensor_facts import inner_name, inner_optimizer, local, read_parameters
 from finetune.utils.compat import torch_private
 from finetune.utils.errors import BackendError
 

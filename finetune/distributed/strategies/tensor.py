@@ -18,8 +18,8 @@ import torch
 from torch import distributed, nn
 
 from finetune.distributed.mesh import Group, gather_parts
+from finetune.distributed.parameter_info import inner_name, local
 from finetune.distributed.split_parameters import Splits
-from finetune.distributed.tensor_facts import inner_name, local
 
 
 def reduce_partial(model: nn.Module, splits: Splits) -> None:

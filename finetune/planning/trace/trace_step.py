@@ -22,9 +22,9 @@ from finetune.config.recipe_schema import Recipe
 from finetune.distributed import fake_backend
 from finetune.distributed.backend import Backend
 from finetune.distributed.launch.launch_config import Launch
+from finetune.distributed.parameter_info import local
 from finetune.distributed.split_parameters import UNSPLIT, Splits
 from finetune.distributed.strategies import sequence
-from finetune.distributed.tensor_facts import local
 from finetune.models import activation_checkpointing, attention, chunked_loss, lora_adapters, split_layers
 from finetune.models.forward_wrapper import ForwardWrapper
 from finetune.models.frozen_weights import multiply

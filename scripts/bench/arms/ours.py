@@ -23,7 +23,7 @@ from finetune.tasks import causal_lm
 from finetune.tasks.task import TaskData
 from finetune.training import loop
 from finetune.training.build_run import build_run
-from finetune.training.run import BuiltRun
+from finetune.training.built_run import BuiltRun
 
 
 class EqualRows:

@@ -46,7 +46,7 @@ PREFIXES = {
 }
 
 
-def launch_values(
+def launch_settings(
     recipe: Recipe, foreseen: PredictedEnvironment, settled: ResolvedConfig, here: Devices, env: Mapping[str, str]
 ) -> list[Value]:
     """Returns every value of the launch plane; `env` is the launcher's environment."""

@@ -14,7 +14,7 @@ from finetune.utils.compat.transformers_private import model_mapping
 from finetune.utils.errors import RecipeError
 
 
-def head_classes(recipe: Recipe, head: Head) -> KnownClasses | None:
+def pretrained_classes(recipe: Recipe, head: Head) -> KnownClasses | None:
     """Returns the classes of the classifier that a recipe starts from; None if none are named.
 
     A trained head computes what it has learned, whatever its classes are called later: labels have to be its names or

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from finetune.distributed.parameter_info import held_bytes, local
 from finetune.distributed.strategies.strategy import Runtime, Strategy
-from finetune.distributed.tensor_facts import held_bytes, local
 
 
 @dataclass(frozen=True)

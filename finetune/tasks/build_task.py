@@ -19,9 +19,9 @@ from finetune.data.prepare import PreparedData
 from finetune.data.sources.readers import Learned
 from finetune.models import lora_adapters
 from finetune.models.build_network import build_meta_model, build_model, init_weights
-from finetune.models.head_classes import head_classes
 from finetune.models.heads import NEXT_TOKEN, Head
 from finetune.models.model_config import longest_row, resolve_model_config
+from finetune.models.pretrained_classes import pretrained_classes
 from finetune.tasks.task import Batch, Task, TaskData
 from finetune.utils.errors import FinetuneError, RecipeError
 
@@ -115,7 +115,7 @@ def build_task_data(
         RecipeError: If that model's classes cannot be read.
     """
     learned = learned or ("tokens" if classifier is None else "class")
-    known = head_classes(recipe, classifier) if classifier is not None else None
+    known = pretrained_classes(recipe, classifier) if classifier is not None else None
 
     def longest() -> int | None:
         with suppress(FinetuneError):  # what is wrong with the model is said where it is built
