@@ -102,7 +102,7 @@ def _figures(run: RunHistory) -> RenderableType:
         (run.best_name, f"{run_summary.format_number(best[1])} (best, step {best[0]:,})" if best else "–"),
         (
             "targets/s",
-            f"{run_summary.format_number(last['tokens_per_s'], 3)} (mean {run_summary.format_number(run.tokens_per_s, 3)})",
+            "{} (mean {})".format(*(run_summary.format_number(v, 3) for v in (last["tokens_per_s"], run.tokens_per_s))),
         ),
         ("gradient norm", run_summary.format_number(last["grad_norm"])),
         ("targets learned", run_summary.format_count(last["tokens"])),
