@@ -87,7 +87,7 @@ class RankWatch:
         self._busy_s, self._running_since = 0.0, 0.0
         self._step_ends: deque[float] = deque(maxlen=32)
         self._main = threading.current_thread()
-        self._over = threading.Event()
+        self._over, self._ending = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
         self._looked = now
         self._compared: list[OwnWork] | None = None
@@ -108,10 +108,16 @@ class RankWatch:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.give_way()
         self._over.set()
         if self._thread is not None:
             self._thread.join(2 * _TICK_S)
         faulthandler.cancel_dump_traceback_later()
+
+    def give_way(self) -> None:
+        """Waits while this watch ends the process: that a collective of the main thread fails then is its doing."""
+        if self._ending.is_set() and self._thread is not None:
+            self._thread.join()
 
     def begin(self, step: int) -> None:
         """Notes how many steps were taken before, and that the caller of the run may take his time until the next."""
@@ -262,6 +268,7 @@ class RankWatch:
 
     def _end(self, notes: RankNotes | None, leader: int, folder: Path) -> None:
         """Ends the process, once all ranks have written down what they are at, and one has said why."""
+        self._ending.set()
         faulthandler.cancel_dump_traceback_later()
         try:
             self._say_farewell(notes, leader, folder)

@@ -184,6 +184,7 @@ def alerts_at_end(run: BuiltRun) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        run.watch.give_way()  # and send no second alert
         kinds: dict[type[Exception], Event] = {DivergedError: "diverged", CheckpointError: "write_failed"}
         text = str(error) if isinstance(error, FinetuneError) else f"{type(error).__name__}: {error}"
         if lost_peer(error):

@@ -195,6 +195,24 @@ def test_damaged_files_of_ranks_say_nothing(tmp_path: Path) -> None:
     assert read_ranks(tmp_path) == "rank 1 is at step 5, in `data`, for 40 s"
 
 
+def test_what_fails_while_a_watch_ends_the_process_waits(tmp_path: Path) -> None:
+    """Or rank 0 would send a second alert, of the collective that failed since others have ended."""
+    watch, ended, done = RankWatch(GuardSection(), tmp_path, rank=0, world_size=2), threading.Event(), threading.Event()
+    watch._thread = threading.Thread(target=ended.wait, daemon=True)
+    watch._thread.start()
+
+    def fail() -> None:
+        with watch:
+            watch._ending.set()
+        done.set()
+
+    failing = threading.Thread(target=fail, daemon=True)
+    failing.start()
+    assert not done.wait(0.2)
+    ended.set()
+    assert done.wait(LIMIT_S)
+
+
 def test_threads_end_with_the_run(tmp_path: Path) -> None:
     run_here(mlp(tmp_path / "run"))
     assert "rank watch" not in [thread.name for thread in threading.enumerate()]
@@ -256,7 +274,11 @@ def test_ranks_that_come_no_further(
 
 
 @pytest.mark.parametrize(
-    ("at", "where"), [(-1, "All are before the first step, loading"), (0, "Others are at step 1, in `")]
+    ("at", "where"),
+    [
+        (-1, r"not in one collective: rank 0 before the first step, loading .*, gloo:broadcast .*; rank 1 .*:barrier"),
+        (0, "Others are at step 1, in `"),
+    ],
 )
 def test_a_stall_before_the_first_step_is_done_ends(
     fork_server: ForkServer, recipe: Path, tmp_path: Path, at: int, where: str
