@@ -16,7 +16,7 @@ from finetune.utils.errors import DataError, RecipeError
 from finetune.utils.hub_access import go_offline_if_unreachable
 from finetune.utils.library_imports import quick_imports, silence_libraries
 from finetune.utils.quoting import shell_command, to_stderr, to_stdout
-from finetune.utils.shipped_files import recipe_file
+from finetune.utils.shipped_files import launch_folder, recipe_file
 
 if TYPE_CHECKING:
     from finetune.config.recipe_schema import Recipe
@@ -369,11 +369,15 @@ def show(parsed: argparse.Namespace) -> None:
 def plan(parsed: argparse.Namespace) -> None:
     """Estimate memory, time, traffic and cost of a recipe under every launch file, without running it."""
     from finetune.distributed.gpu_specs import find_gpu
+    from finetune.distributed.launch.launch_file import launch_files_in
+    from finetune.distributed.link_speeds import read_links
     from finetune.utils.console import plain_console
 
     recipe = arguments.load_named_recipe(parsed)
     if parsed.gpu is not None:
         find_gpu(parsed.gpu)
+    links, folder = read_links(parsed.links), Path(parsed.configs) if parsed.configs else launch_folder()
+    launch_files_in(folder)
     go_offline_if_unreachable()
     with quick_imports():
         from finetune.planning import plan_report
@@ -381,8 +385,7 @@ def plan(parsed: argparse.Namespace) -> None:
 
         silence_libraries()
 
-    folder = Path(parsed.configs) if parsed.configs else None
-    plan = make_plan(recipe, machines_of(parsed), folder, parsed.stored, count_rows(recipe))
+    plan = make_plan(recipe, machines_of(parsed, links), folder, parsed.stored, count_rows(recipe))
     console, traces = plain_console(), None
     if parsed.trace:
         from finetune.planning.trace import trace_launches

@@ -185,10 +185,13 @@ def check_paths(recipe: Recipe) -> None:
         return
     problems: list[FinetuneError] = []
     wanted: Wanted
-    for wanted, name in ("model", recipe.model.name), ("tokenizer", recipe.tokenizer.name):
+    for wanted, section in ("model", recipe.model), ("tokenizer", recipe.tokenizer):
+        name, folder = section.name, Path(section.name or "")
+        if section.revision is not None and (name is None or folder.is_dir()):
+            where = f"{name} is a folder on this machine" if name else f"{wanted}.name is not given"
+            problems.append(RecipeError(f"{wanted}.revision is of a name on the hub, and {where}; remove it."))
         if name is None:
             continue
-        folder = Path(name)
         # A name on the hub is `name` or `organisation/name`.
         is_path = name.startswith(("/", "./", "../")) or name in (".", "..") or name.rstrip("/").count("/") > 1
         if is_path and not folder.is_dir() and kind_of(folder) is None:

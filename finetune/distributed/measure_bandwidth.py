@@ -9,16 +9,15 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import torch
-from pydantic import Field
 from torch import distributed
 
+from finetune.distributed.link_speeds import RINGS, Line, Ring
 from finetune.utils.atomic_files import write_json
 from finetune.utils.compat import torch_private
 from finetune.utils.errors import BackendError, RecipeError
@@ -28,42 +27,6 @@ FORMAT = 1
 
 # How long a size is repeated, and how often at least.
 _LEAST_S, _LEAST_TIMES, _WARMUPS = 0.2, 3, 2
-
-
-@dataclass(frozen=True)
-class Ring:
-    """A collective as a ring does it."""
-
-    hops: Callable[[int], float]
-    """Number of transfers that follow one another, each with a link's latency, by `n`."""
-    share: Callable[[int], float]
-    """Bytes that each link carries for each of the collective's bytes, by `n`."""
-
-
-# Bytes are those of the buffer that holds everything: of the input where it is reduced or
-# exchanged, of the output of all-gather.
-RINGS = {
-    "broadcast": Ring(lambda n: n - 1, lambda n: 1.0),
-    "all_reduce": Ring(lambda n: 2 * (n - 1), lambda n: 2 * (n - 1) / n),
-    "all_gather": Ring(lambda n: n - 1, lambda n: (n - 1) / n),
-    "reduce_scatter": Ring(lambda n: n - 1, lambda n: (n - 1) / n),
-    "all_to_all": Ring(lambda n: n - 1, lambda n: (n - 1) / n),
-    "reduce": Ring(lambda n: n - 1, lambda n: 1.0),
-    "send": Ring(lambda n: 1, lambda n: 1.0),
-}
-
-
-@dataclass(frozen=True)
-class Line:
-    """A ring's link: `seconds = hops * latency_s + share * bytes / bandwidth`."""
-
-    latency_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]
-    bandwidth: Annotated[float, Field(gt=0, allow_inf_nan=False)]
-    """Bytes a second."""
-
-    def seconds(self, ring: Ring, processes: int, size: int) -> float:
-        """Returns the seconds that a collective of so many bytes takes."""
-        return ring.hops(processes) * self.latency_s + ring.share(processes) * size / self.bandwidth
 
 
 def fit_link(measured: Sequence[tuple[Ring, int, float]], processes: int) -> Line:

@@ -14,17 +14,18 @@ from finetune.config.recipe_schema import Recipe
 from finetune.data import prepared_cache
 from finetune.distributed.gpu_specs import Gpu, find_gpu, of_device
 from finetune.distributed.launch.launch_config import Launch
-from finetune.distributed.launch.launch_file import read_launch_file
+from finetune.distributed.launch.launch_file import launch_files_in, read_launch_file
 from finetune.distributed.launch.predicted_environment import launch_of_file
+from finetune.distributed.link_speeds import LinkSpeeds
 from finetune.planning import model_shapes, recommendations
 from finetune.planning.activation_memory import Device, StepSetting
 from finetune.planning.launch_candidates import Candidate, assess_candidate, setting_of
 from finetune.planning.model_shapes import Variant
 from finetune.planning.recommendations import Advice
-from finetune.planning.step_time import Machines, Time, Work, count_work, predict_time, read_links
+from finetune.planning.step_time import Machines, Time, Work, count_work, predict_time
 from finetune.tasks.task_lookup import find_task
 from finetune.utils import atomic_files
-from finetune.utils.errors import BackendError, FinetuneError, RecipeError
+from finetune.utils.errors import FinetuneError, RecipeError
 from finetune.utils.shipped_files import launch_folder
 
 # Launch files that make sense on a single GPU.
@@ -58,7 +59,7 @@ class Plan:
     """Size with which trials of `batch.micro_size: auto` would begin under the launch that is recommended."""
 
 
-def machines_of(parsed: argparse.Namespace) -> Machines:
+def machines_of(parsed: argparse.Namespace, links: LinkSpeeds) -> Machines:
     """Reads machines off the command line. The rest is as on this one, or assumed where it has no GPU.
 
     Raises:
@@ -93,7 +94,6 @@ def machines_of(parsed: argparse.Namespace) -> Machines:
         what = f"{gpus} x {gpu.name}" if guessed["--gpus"] else gpu.name
         flags = " and ".join(flag for flag, is_guessed in guessed.items() if is_guessed)
         assumed = f"Assumed: {what} a machine, since {why} and {flags} did not say. Give what you have or mean to rent."
-    links = read_links(parsed.links)
     return Machines(gpu, gpus, parsed.nodes, parsed.network, parsed.mfu, parsed.price, parsed.host, links, assumed)
 
 
@@ -188,12 +188,7 @@ def _launches(folder: Path, machines: Machines) -> dict[str, Launch]:
     Raises:
         FinetuneError: If there are none.
     """
-    files = {file.stem: file for file in sorted(folder.glob("*.yaml"))}
-    if not files:
-        raise BackendError(
-            f"There are no launch files in {folder}. Start from a checkout, or name a folder: "
-            "--configs accelerate_configs."
-        )
+    files = launch_files_in(folder)
     for name in [name for name in files if name.endswith("_2nodes")]:
         written = files.pop(name)
         if machines.nodes > 1:

@@ -4,45 +4,20 @@ Link speeds are those that `finetune comms --json` measured, else those of a dat
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Annotated, Literal
-
-from pydantic import BaseModel, Field, PositiveInt, ValidationError
 
 from finetune.distributed.gpu_specs import Gpu
 from finetune.distributed.launch.launch_config import Launch
-from finetune.distributed.measure_bandwidth import RINGS, Line
+from finetune.distributed.link_speeds import RINGS, LinkSpeeds
 from finetune.distributed.strategies.prediction import Flow, ParamSpecs, Share, bytes_of, elements_of
 from finetune.distributed.strategies.strategy import strategy_of
 from finetune.planning.activation_memory import StepSetting, shape_of
 from finetune.planning.launch_candidates import Candidate
 from finetune.planning.model_shapes import Variant, is_half, part_of
-from finetune.utils.errors import RecipeError
 from finetune.utils.exact import exact_product
 
 # Tokens a parameter, for the least loss at a given amount of training. Source: Hoffmann et al. 2022, table 3.
 CHINCHILLA = 20.0
-
-
-class _Measured(BaseModel):
-    """The part of the file that a plan reads."""
-
-    format: Literal[1]
-    machines: PositiveInt
-    processes: Annotated[int, Field(gt=1)]
-    collectives: dict[str, Line]
-
-
-@dataclass(frozen=True)
-class LinkSpeeds:
-    """Measured links by the name of the collective; empty where nothing was measured."""
-
-    within: dict[str, Line] = field(default_factory=dict)
-    """Links on one machine."""
-    between: dict[str, Line] = field(default_factory=dict)
-    """Between machines."""
 
 
 @dataclass(frozen=True)
@@ -116,34 +91,6 @@ class Time:
     gpu_hours: float | None
     cost: float | None
     energy_kwh: float | None
-
-
-def read_links(names: Sequence[str]) -> LinkSpeeds:
-    """Reads files of `finetune comms --json`: of one machine, of several, or one of each.
-
-    Raises:
-        RecipeError: If one is something else, or two are of the same kind.
-    """
-    speeds: dict[bool, dict[str, Line]] = {}
-    for name in names:
-        problem = f"--links: {name} is not what `finetune comms --json {name}` writes: "
-        try:
-            measured = _Measured.model_validate_json(Path(name).read_bytes())
-        except OSError as error:
-            raise RecipeError(f"--links: cannot read {name}: {error.strerror or error}.") from error
-        except ValidationError as error:
-            first = error.errors()[0]
-            reason = f"{'.'.join(map(str, first['loc'])) or 'it'}: {first['msg']}"
-            raise RecipeError(f"{problem}{reason}. Measure again.") from error
-        # Files of earlier versions lack some; for all-to-all the data sheet's bandwidth is taken then.
-        if missing := RINGS.keys() - {"all_to_all", "reduce", "send"} - measured.collectives.keys():
-            raise RecipeError(f"{problem}it lacks {', '.join(sorted(missing))}. Measure again.")
-        far = measured.machines > 1
-        if far in speeds:
-            kind = "several machines" if far else "one machine"
-            raise RecipeError(f"--links: {' and '.join(names)} are both of {kind}. Give one of each at most.")
-        speeds[far] = measured.collectives
-    return LinkSpeeds(speeds.get(False, {}), speeds.get(True, {}))
 
 
 def count_work(variant: Variant, rows: int | None) -> Work:

@@ -9,7 +9,6 @@ FAST_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 # What a file may hold once its aliases are written out, if that is more than ten times what stands in it.
 _MOST_VALUES = 100_000
-# More than any configuration has; 10 MB would take half a minute.
 _MOST_CHARACTERS = 1_000_000
 
 
@@ -26,6 +25,12 @@ class YamlProblem(ValueError):
         return str(file) if self.line is None else f"{file}:{self.line}"
 
 
+def check_length(text: str) -> None:
+    """Raises `YamlProblem` if a text is longer than any configuration is; 10 MB would take half a minute."""
+    if len(text) > _MOST_CHARACTERS:
+        raise YamlProblem(f"it has {len(text):,} characters, and a configuration at most {_MOST_CHARACTERS:,}", None)
+
+
 def parse(text: str, loader: Any = yaml.SafeLoader) -> Any:
     """Returns the plain values of a YAML text.
 
@@ -35,8 +40,7 @@ def parse(text: str, loader: Any = yaml.SafeLoader) -> Any:
     Raises:
         YamlProblem: If it is not valid YAML, or too large; with the line.
     """
-    if len(text) > _MOST_CHARACTERS:
-        raise YamlProblem(f"it has {len(text):,} characters, and a configuration at most {_MOST_CHARACTERS:,}", None)
+    check_length(text)
     try:
         reader = loader(text)
         try:

@@ -186,6 +186,9 @@ def test_ds_config_that_is_none(place: Place, here: Here) -> None:
     here.assert_refused(place.recipe(), "ds.json cannot be read as JSON", config=config)
     place.write("ds.json", '{"zero_optimization": {"stage": 2, "stage": 3}}')
     here.assert_refused(place.recipe(), "ds.json cannot be read as JSON: key 'stage' is given twice", config=config)
+    place.write("ds.json", '{"a": [' + "0, " * 400_000 + "0]}")
+    says = "ds.json cannot be read as JSON: it has 1,200,010 characters, and a configuration at most 1,000,000."
+    here.assert_refused(place.recipe(), says, config=config)
     (place.folder / "ds.json").unlink()
     here.assert_refused(place.recipe(), f"ds.json, and there is none in {place.folder}.", config=config)
 

@@ -60,6 +60,9 @@ def test_refusals_import_no_torch(tmp_path: Path) -> None:
         ["chat", model, "--top-p", "2"],
         ["plan", recipe, "optim.lrr=1"],
         ["plan", recipe, "--gpu", "nonesuch"],
+        ["plan", recipe, "--configs", "/nonesuch"],
+        ["plan", recipe, "--links", "/nonesuch"],
+        ["plan", recipe, "--links", str(text)],
         ["explain", recipe, *odd],
     ]
     code, output = run([sys.executable, "-c", _PROGRAM, json.dumps(refused)], cwd=tmp_path, env=environment())

@@ -205,3 +205,13 @@ def test_a_saved_data_set_with_a_damaged_list(tmp_path: Path, content: str) -> N
     (place / "state.json").write_text(content)
     assert "its state.json is damaged" in refusal(place)
     shutil.rmtree(place)
+
+
+@pytest.mark.parametrize("section", ["model", "tokenizer"])
+def test_a_revision_is_of_a_name_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, section: str) -> None:
+    """A folder has none, and it was not looked at."""
+    (tmp_path / "base").mkdir()
+    own = dict(TREE[section])
+    for keys, where in (({"name": "base"}, "base is a folder on this machine"), (own, f"{section}.name is not given")):
+        told = problems(tmp_path, monkeypatch, **{section: {**keys, "revision": "v2"}})
+        assert f"{section}.revision is of a name on the hub, and {where}; remove it." in str(told)

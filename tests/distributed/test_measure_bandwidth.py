@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from finetune.cli import main
-from finetune.distributed import measure_bandwidth
+from finetune.distributed import link_speeds, measure_bandwidth
 from finetune.utils.errors import RecipeError
 
 # doc/PERFORMANCE.md of nccl-tests: busbw by algbw.
@@ -26,21 +26,15 @@ FACTORS = {
 }
 
 
-def times(
-    link: measure_bandwidth.Line, processes: int, wanted: list[int]
-) -> list[tuple[measure_bandwidth.Ring, int, float]]:
+def times(link: link_speeds.Line, processes: int, wanted: list[int]) -> list[tuple[link_speeds.Ring, int, float]]:
     """What rings of such links would be measured to take."""
-    return [
-        (ring, size, link.seconds(ring, processes, size))
-        for ring in measure_bandwidth.RINGS.values()
-        for size in wanted
-    ]
+    return [(ring, size, link.seconds(ring, processes, size)) for ring in link_speeds.RINGS.values() for size in wanted]
 
 
 @pytest.mark.parametrize("name", FACTORS)
 @pytest.mark.parametrize("processes", [2, 3, 8, 512])
 def test_bus_bandwidth_is_that_of_nccl_tests(name: str, processes: int) -> None:
-    assert measure_bandwidth.RINGS[name].share(processes) == pytest.approx(FACTORS[name](processes))
+    assert link_speeds.RINGS[name].share(processes) == pytest.approx(FACTORS[name](processes))
 
 
 @given(
@@ -50,7 +44,7 @@ def test_bus_bandwidth_is_that_of_nccl_tests(name: str, processes: int) -> None:
 )
 def test_a_ring_is_found_again(latency: float, bandwidth: float, processes: int) -> None:
     """Whatever the links: the fit predicts what they took."""
-    link = measure_bandwidth.Line(latency, bandwidth)
+    link = link_speeds.Line(latency, bandwidth)
     measured = times(link, processes, [1 << k for k in range(10, 31, 4)])
     found = measure_bandwidth.fit_link(measured, processes)
     for ring, size, seconds in measured:
@@ -59,7 +53,7 @@ def test_a_ring_is_found_again(latency: float, bandwidth: float, processes: int)
 
 def test_a_latency_is_never_below_nought() -> None:
     """Larger sizes that are slower than in proportion would ask for one."""
-    ring = measure_bandwidth.RINGS["all_reduce"]
+    ring = link_speeds.RINGS["all_reduce"]
     measured = [(ring, size, size**1.3 * 1e-9) for size in (1 << 10, 1 << 14, 1 << 18)]
     found = measure_bandwidth.fit_link(measured, 2)
     assert found.latency_s == 0

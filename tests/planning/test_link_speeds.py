@@ -11,8 +11,7 @@ import yaml
 from harness import ROOT, environment, run
 from test_plan import planned, said, sections
 
-from finetune.distributed.measure_bandwidth import RINGS, Line
-from finetune.planning import step_time
+from finetune.distributed.link_speeds import RINGS, Line, LinkSpeeds, read_links
 from finetune.planning.model_shapes import Variant
 from finetune.planning.step_time import Time, predict_time
 from finetune.utils.errors import RecipeError
@@ -30,7 +29,7 @@ def written(folder: Path, name: str, tree: Any) -> str:
     return str(file)
 
 
-def time_of(name: str, found: step_time.LinkSpeeds, nodes: int = 1) -> Time:
+def time_of(name: str, found: LinkSpeeds, nodes: int = 1) -> Time:
     plan = planned(sections(), nodes=nodes)
     variant = plan.variants["full"]
     assert isinstance(variant, Variant)
@@ -44,10 +43,10 @@ def test_time_is_that_of_the_measured_ring(name: str) -> None:
     """Twice the bandwidth is half the time, and a latency counts for each hop of each collective."""
     found: dict[str, list[float]] = {}
     for kind, line in {"slow": Line(0.0, 1e9), "fast": Line(0.0, 2e9), "late": Line(1e-3, 1e9)}.items():
-        time = time_of(name, step_time.LinkSpeeds(within=dict.fromkeys(RINGS, line)))
+        time = time_of(name, LinkSpeeds(within=dict.fromkeys(RINGS, line)))
         assert all(moved.measured for moved in time.moved)
         found[kind] = [moved.seconds for moved in time.moved]
-    sheet = time_of(name, step_time.LinkSpeeds())
+    sheet = time_of(name, LinkSpeeds())
     assert not any(moved.measured for moved in sheet.moved)
     for index, moved in enumerate(sheet.moved):
         flow = moved.flow
@@ -61,16 +60,16 @@ def test_time_is_that_of_the_measured_ring(name: str) -> None:
 def test_links_of_one_machine_say_nothing_of_those_between() -> None:
     line = dict.fromkeys(RINGS, Line(0.0, 1e9))
     for found, near, far in (
-        (step_time.LinkSpeeds(within=line), True, False),
-        (step_time.LinkSpeeds(between=line), False, True),
+        (LinkSpeeds(within=line), True, False),
+        (LinkSpeeds(between=line), False, True),
     ):
         for moved in time_of("hsdp", found, nodes=2).moved:
             assert moved.measured is (far if moved.between_machines else near)
 
 
 def test_slow_links_are_not_hidden() -> None:
-    fast = time_of("fsdp", step_time.LinkSpeeds(within=dict.fromkeys(RINGS, Line(0.0, 1e15))))
-    slow = time_of("fsdp", step_time.LinkSpeeds(within=dict.fromkeys(RINGS, Line(0.0, 1e6))))
+    fast = time_of("fsdp", LinkSpeeds(within=dict.fromkeys(RINGS, Line(0.0, 1e15))))
+    slow = time_of("fsdp", LinkSpeeds(within=dict.fromkeys(RINGS, Line(0.0, 1e6))))
     assert all(moved.hidden for moved in fast.moved)
     assert not any(moved.hidden for moved in slow.moved)
     assert fast.step_s == pytest.approx(fast.compute_s)
@@ -92,18 +91,18 @@ def test_slow_links_are_not_hidden() -> None:
 def test_what_is_no_measurement_is_refused(tmp_path: Path, content: Any, says: str) -> None:
     file = written(tmp_path, "links.json", content)
     with pytest.raises(RecipeError) as caught:
-        step_time.read_links([file])
+        read_links([file])
     assert says in str(caught.value)
     assert file in str(caught.value)
 
 
 def test_two_of_a_kind_and_none_are_refused(tmp_path: Path) -> None:
     one, two = written(tmp_path, "one", measured()), written(tmp_path, "two", measured(machines=2))
-    assert {*step_time.read_links([one, two]).within} == {*step_time.read_links([two, one]).between} == {*RINGS}
+    assert {*read_links([one, two]).within} == {*read_links([two, one]).between} == {*RINGS}
     with pytest.raises(RecipeError, match="both of one machine"):
-        step_time.read_links([one, one])
+        read_links([one, one])
     with pytest.raises(RecipeError, match="cannot read"):
-        step_time.read_links([str(tmp_path / "missing")])
+        read_links([str(tmp_path / "missing")])
 
 
 def test_a_real_measurement_is_planned_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

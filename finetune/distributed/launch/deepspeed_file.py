@@ -15,7 +15,7 @@ from finetune.config.recipe import hint
 from finetune.utils import json_files
 from finetune.utils.errors import BackendError
 from finetune.utils.file_formats import read_text
-from finetune.utils.yaml_files import FAST_LOADER, parse
+from finetune.utils.yaml_files import FAST_LOADER, check_length, parse
 
 _FILE = Path(__file__).with_name("deepspeed_keys.yaml")
 TABLE: dict[str, dict[str, Any]] = parse(_FILE.read_text("utf-8"), FAST_LOADER)
@@ -40,7 +40,8 @@ def read_deepspeed_file(path: str, file: str | None) -> tuple[str, dict[str, Any
     """
     ds_path = find_deepspeed_file(path, file)
     with BackendError.explaining(f"The DeepSpeed config {ds_path} cannot be read as JSON", ""):
-        config = json_files.parse(read_text(ds_path), pairs=_each_once)
+        check_length(text := read_text(ds_path))
+        config = json_files.parse(text, pairs=_each_once)
     if not isinstance(config, dict):
         raise BackendError(f"The DeepSpeed config {ds_path} must hold keys and values, not {type(config).__name__}.")
     if (other := config_files.other_kind(config, config_files.DEEPSPEED)) is not None:

@@ -21,6 +21,19 @@ from finetune.distributed.launch.launch_schema import (
 from finetune.utils.errors import BackendError
 
 
+def launch_files_in(folder: Path) -> dict[str, Path]:
+    """Returns the launch files of a folder by name.
+
+    Raises:
+        BackendError: If there are none.
+    """
+    if files := {file.stem: file for file in sorted(folder.glob("*.yaml"))}:
+        return files
+    raise BackendError(
+        f"There are no launch files in {folder}. Start from a checkout, or name a folder: --configs accelerate_configs."
+    )
+
+
 def read_launch_file(file: str) -> LaunchFile:
     """Reads a launch file.
 
