@@ -36,7 +36,7 @@ _SHAPE: json_files.Shape = {
 STEP_NUMBERS = ("loss", "lr", "grad_norm", "tokens", "tokens_per_s", "step_s", "time")
 """Keys of a line of metrics whose values are numbers, or null if they are not finite."""
 _STEP: json_files.Shape = {"step": int, **dict.fromkeys((*STEP_NUMBERS, "validation_loss"), _NUMBER)}
-_INCIDENT: json_files.Shape = {"step": int, "kind": str, "in_a_row": int, "micro_batches": [{"rows": [int]}]}
+_INCIDENT: dict[str, json_files.Shape] = {"step": int, "kind": str, "in_a_row": int, "micro_batches": [{"rows": [int]}]}
 
 
 def read_facts(directory: Path) -> dict[str, Any]:
@@ -110,12 +110,10 @@ def read_incidents(directory: Path) -> Lines:
     Raises:
         OSError: If it cannot be read.
     """
-
-    def is_incident(line: dict[str, Any]) -> bool:
-        needed = ("step", "kind", "in_a_row", "micro_batches")
-        return json_files.shape_mismatch(line, _INCIDENT, needed) is None and line["step"] > 0
-
     try:
-        return read_whole_lines(directory / INCIDENTS, is_incident)
+        return read_whole_lines(
+            directory / INCIDENTS,
+            lambda line: json_files.shape_mismatch(line, _INCIDENT, _INCIDENT) is None and line["step"] > 0,
+        )
     except FileNotFoundError:
         return Lines([], {}, [])

@@ -49,11 +49,7 @@ class Snapshot:
     def __init__(
         self, backend: Backend, adapter_keys: dict[str, str] | None, infinite: Collection[str] = frozenset()
     ) -> None:
-        """
-        Args:
-            adapter_keys: The names that an adapter's file gives to parameters; None without adapters.
-            infinite: Buffers that may hold infinities, such as causal masks.
-        """
+        """`adapter_keys` are an adapter's names of parameters; `infinite` buffers may be so, such as causal masks."""
         self._backend, self._adapter_keys = backend, adapter_keys
         self._infinite = {f"buffer/{name}" for name in infinite}
         # The rank that keeps each trained tensor, by parameter name, and what belongs to it; the same on every rank.

@@ -135,12 +135,9 @@ def _shipped_in(folder: Path) -> str | None:
 
 
 def _values_of(key: str, tree: Any) -> list[Any]:
-    if isinstance(tree, list):
-        return [value for item in tree for value in _values_of(key, item)]
-    if not isinstance(tree, dict):
-        return []
-    own = [tree[key]] if key in tree else []
-    return own + [value for item in tree.values() for value in _values_of(key, item)]
+    own = [tree[key]] if isinstance(tree, dict) and key in tree else []
+    items = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()
+    return own + [value for item in items for value in _values_of(key, item)]
 
 
 def _signatures(run: Path) -> dict[str, list[str]]:

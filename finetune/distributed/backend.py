@@ -165,7 +165,7 @@ class Backend:
         batches: Iterable[Any],
         scaled: Callable[[torch.Tensor], torch.Tensor],
     ) -> list[torch.Tensor]:
-        """Runs the window of a step: its micro-batches, forward and backward.
+        """Runs the window of a step, its micro-batches, forward and backward; returns each one's summed loss.
 
         Gradients are reduced over ranks after the last micro-batch, or after each where the strategy shards them or is
         told to.
@@ -173,9 +173,6 @@ class Backend:
         Args:
             batches: As many as `accumulation`, each asked for when the one before has been computed.
             scaled: Makes of a micro-batch's summed loss what its gradients are taken of.
-
-        Returns:
-            The summed loss of each micro-batch, on the device.
 
         Raises:
             BackendError: If gradients turn out to be held otherwise than was asked, or to be missing where that would

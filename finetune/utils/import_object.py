@@ -141,9 +141,8 @@ def handed_over(objects: Mapping[str, Any]) -> Iterator[dict[str, str]]:
         The name of each: where it can, one that other processes find as well.
     """
     names = {purpose: name_of(thing) or f"{HANDED_OVER}{purpose}" for purpose, thing in objects.items()}
-    mine = {names[purpose]: thing for purpose, thing in objects.items()}
     before = dict(_objects)
-    _objects.update(mine)
+    _objects.update({names[purpose]: thing for purpose, thing in objects.items()})
     try:
         yield names
     finally:

@@ -40,7 +40,6 @@ def elastic_agents(asked: LaunchFile, leaves: Callable[[], bool], end_workers: C
     Args:
         asked: The launch file, with the launcher's options in place of what it says; `nnodes` is among them.
         leaves: Tells if this machine has been asked to stop, so that the others go on without it.
-        end_workers: Kills the workers of this machine.
 
     Raises:
         BackendError: If this machine has no way to the store's host.
