@@ -9,7 +9,7 @@ import own_networks
 import pytest
 import torch
 from forkserver import ForkServer
-from harness import Launcher, assert_same_path
+from harness import ROOT, Launcher, assert_same_path
 from ranks import Here, Place, start
 from recipes_for_tests import SGD, base, own_network
 from torch import nn
@@ -83,6 +83,14 @@ def test_a_rank_that_holds_nothing_of_a_head_takes_the_same_steps(launcher: Laun
     for name in jobs:
         assert other[name].check().facts["launch"]["sync_each_batch"] is True
         assert_same_path(single[name], other[name], 1e-4)
+
+
+def test_what_cannot_be_cut_is_refused_where_all_is_sharded_anew(launcher: Launcher, tmp_path: Path) -> None:
+    file, text = tmp_path / "fsdp.yaml", (ROOT / "accelerate_configs" / "fsdp.yaml").read_text()
+    file.write_text(text.replace("cpu_ram_efficient_loading: false", "cpu_ram_efficient_loading: true"))
+    refused = launcher.one(file, own_network("odd", length={"steps": 3}))
+    assert "sets fsdp_cpu_ram_efficient_loading, by which Accelerate shards all" in refused.output
+    assert "and 'scale' cannot be cut" in refused.output
 
 
 def test_a_number_that_decays_without_a_gradient_is_named(fork_server: ForkServer, tmp_path: Path) -> None:

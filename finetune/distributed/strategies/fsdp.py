@@ -76,10 +76,17 @@ def _enter_fsdp_on_gloo() -> None:
 def _prepare(runtime: Runtime, model: nn.Module, optimizer: torch.optim.Optimizer) -> Prepared:
     launch = runtime.launch
     before = sum(len(group["params"]) for group in optimizer.param_groups)
+    names = [name for name, parameter in model.named_parameters() if held_whole(parameter)]
     # torch moves them to no device.
     whole = nn.ParameterList(p for p in model.parameters() if held_whole(p)).to(runtime.device)
     # An Accelerate that fell back to another backend has no plugin, which `verify_launch` names.
     if (plugin := getattr(runtime.accelerator.state, "fsdp_plugin", None)) is not None:
+        if names and plugin.cpu_ram_efficient_loading:
+            raise BackendError(
+                f"{launch.place} sets fsdp_cpu_ram_efficient_loading, by which Accelerate shards all parameters anew, "
+                f"and '{inner_name(names[0])}' cannot be cut: it has no dimensions, or is of whole numbers. Set the "
+                "key to false."
+            )
         plugin.ignored_modules = [whole]
     wrapped: Any
     with sharding_over_mesh(runtime):
