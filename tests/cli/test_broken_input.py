@@ -189,6 +189,9 @@ def test_ds_config_that_is_none(place: Place, here: Here) -> None:
     place.write("ds.json", '{"a": [' + "0, " * 400_000 + "0]}")
     says = "ds.json cannot be read as JSON: it has 1,200,010 characters, and a configuration at most 1,000,000."
     here.assert_refused(place.recipe(), says, config=config)
+    place.write("ds.json", '{"zero_optimization": {"stage": 2, "offload_optimizer": 3}}')
+    says = "zero_optimization.offload_optimizer: must hold keys and values, not 3"
+    here.assert_refused(place.recipe(), says, config=config)
     (place.folder / "ds.json").unlink()
     here.assert_refused(place.recipe(), f"ds.json, and there is none in {place.folder}.", config=config)
 

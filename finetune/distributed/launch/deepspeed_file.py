@@ -4,6 +4,7 @@ DeepSpeed's own models of a config can be imported with torch alone, and have no
 those that it does not know. So its keys are listed in `deepspeed_keys.yaml`; a test compares them.
 """
 
+import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -117,8 +118,10 @@ def _unknown(tree: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, 
             yield key, "; ".join(filter(None, ("DeepSpeed has removed it, so take it out", TABLE["removed"][key])))
         elif name not in known:
             yield key, f"unknown key{hint(name, known) or ' (allowed: ' + ', '.join(known) + ')'}"
-        elif isinstance(value, dict) and known_keys(key):
+        elif known_keys(key) and isinstance(value, dict):
             yield from _unknown(value, key)
+        elif known_keys(key) and value is not None:
+            yield key, f"must hold keys and values, not {json.dumps(value)}"
 
 
 def _value_of(tree: Any, key: str) -> Any:
