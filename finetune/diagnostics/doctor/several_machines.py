@@ -31,6 +31,7 @@ def check_machines(asked: Asked, timeouts: Mapping[str, float], say: Callable[[s
     except BackendError:
         meeting.tell_late_ones()
         raise
+    rendezvous.leave(met)
     for facts in met.machines:
         devices = ", ".join(dict.fromkeys(facts.devices)) or "no GPU"
         count = f"{len(facts.devices)} x " if facts.devices else ""

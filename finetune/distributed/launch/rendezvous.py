@@ -17,7 +17,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -398,6 +398,17 @@ def _store(address: str, port: int, *, host: bool) -> Any:
         multi_tenant=host,  # torchrun's own store of this process shares the port
     )
     return torch_stores.PrefixStore("finetune/machines", store)
+
+
+def leave(met: Rendezvous) -> None:
+    """Has machine 0, with which the store ends, wait until every machine has read all; every machine calls it."""
+    deadline = time.monotonic() + 8 * machine_links.CONNECT_S
+    with suppress(RuntimeError):
+        met.store.add("left", 1)
+        while met.plan.facts.rank == 0 and time.monotonic() < deadline:
+            if int(met.store.add("left", 0)) >= len(met.machines):
+                return
+            time.sleep(_POLL_S)
 
 
 def _short(error: Exception) -> str:
