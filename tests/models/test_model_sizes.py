@@ -14,6 +14,7 @@ from testdata import MODEL
 
 from finetune.config.recipe import validate_recipe
 from finetune.config.recipe_schema import Recipe
+from finetune.distributed.link_speeds import LinkSpeeds
 from finetune.monitoring.out_of_memory import explain_out_of_memory
 from finetune.planning.planner import machines_of, make_plan
 from finetune.tasks.task_lookup import BUILT_IN
@@ -45,7 +46,7 @@ def checked(tree: dict[str, Any]) -> Recipe:
 VERBS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "train": run_here,
     "dry run": lambda tree: describe(checked(tree)),
-    "plan": lambda tree: make_plan(checked(tree), machines_of(argparse.Namespace(**ASKED, links=[]))),
+    "plan": lambda tree: make_plan(checked(tree), machines_of(argparse.Namespace(**ASKED), LinkSpeeds())),
 }
 
 

@@ -1,7 +1,6 @@
 """Stretched rotary positions: what transformers computes by itself, through the recipe, and what is refused."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Gemma3TextConfig, GPT
 
 from finetune.config.recipe import validate_recipe
 from finetune.config.recipe_schema import LoraSection, Recipe, RopeScalingSection
-from finetune.export import export_weights
+from finetune.export import find_weights
 from finetune.models import build_network
 from finetune.models.heads import NEXT_TOKEN
 from finetune.models.model_config import resolve_model_config, stretch_positions
@@ -152,9 +151,8 @@ def test_sections_that_mean_nothing_are_refused(model: Path, section: dict[str, 
 
 def test_an_adapter_alone_is_refused(model: Path) -> None:
     recipe = recipe_of(model, {"type": "linear", "factor": 4.0}).model_copy(update={"lora": LoraSection()})
-    found: Any = SimpleNamespace(recipe=recipe, run="runs/x")
     with pytest.raises(RecipeError, match=r"runs/x stretched the positions of its base .* Use --as merged"):
-        export_weights._check_has_adapter(found)
+        find_weights.check_kind(Path("runs/x"), recipe, "adapter")
 
 
 def test_random_weights_have_keys_of_their_own() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 from forkserver import ForkServer, until
-from harness import LIMIT_S, RUN_S
+from harness import LIMIT_S, RUN_S, WAIT_S
 from hypothesis import given
 from hypothesis import strategies as st
 from inside import mlp, run_here
@@ -210,7 +210,7 @@ def test_what_fails_while_a_watch_ends_the_process_waits(tmp_path: Path) -> None
     failing.start()
     assert not done.wait(0.2)
     ended.set()
-    assert done.wait(LIMIT_S)
+    assert done.wait(WAIT_S)
 
 
 def test_threads_end_with_the_run(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from finetune.cli import main
 from finetune.config.recipe import validate_recipe
 from finetune.distributed import gpu_specs
 from finetune.distributed.launch.predicted_environment import launch_of_file
+from finetune.distributed.link_speeds import LinkSpeeds
 from finetune.planning import model_shapes, plan_report, planner, recommendations
 from finetune.planning.step_time import Machines
 from finetune.planning.trace import trace_launches
@@ -619,10 +620,10 @@ def test_what_nobody_said_is_assumed_aloud(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: here.name)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: here)
-    machines = planner.machines_of(main.build_parser().parse_args(["plan", str(file)]))
+    machines = planner.machines_of(main.build_parser().parse_args(["plan", str(file)]), LinkSpeeds())
     assert (machines.gpu.name, machines.gpu.memory_gib, machines.gpus, machines.assumed) == ("a100-40gb", 39.5, 2, None)
     here.name = "NVIDIA Something"
-    machines = planner.machines_of(main.build_parser().parse_args(["plan", str(file)]))
+    machines = planner.machines_of(main.build_parser().parse_args(["plan", str(file)]), LinkSpeeds())
     assert machines.assumed is not None
     assert "the table of GPUs lacks this machine's NVIDIA Something and --gpu did not say" in machines.assumed
 

@@ -391,7 +391,12 @@ class Stream:
 _ONE = Stream()
 _PROPERTIES = SimpleNamespace(
     uuid="00000000-0000-0000-0000-000000000000",
-    name=NAME, total_memory=80 * 2**30, major=9, minor=0, multi_processor_count=132, gcnArchName=""
+    name=NAME,
+    total_memory=80 * 2**30,
+    major=9,
+    minor=0,
+    multi_processor_count=132,
+    gcnArchName="",
 )
 
 # What is called of `torch.cuda`, and what it answers. Every other function fails as it does in torch's CPU build.

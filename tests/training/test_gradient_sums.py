@@ -128,7 +128,7 @@ def test_a_launch_file_says_it(
     from accelerate.commands.launch import launch_command_parser
 
     arguments = launch_command_parser().parse_args(["--config_file", str(file), "scripts/train.py"])
-    monkeypatch.setattr(launch_config, "_launcher_arguments", lambda: arguments)
+    monkeypatch.setattr(launch_config, "_launcher_arguments", lambda *_: arguments)
     ranks = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
     for name, said in {**ranks, "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}.items():
         monkeypatch.setenv(name, said)

@@ -44,7 +44,7 @@ def test_without_evaluations_nothing_can_be_the_best_by_a_figure() -> None:
     none: Any = SimpleNamespace(validation=None)
     for checkpoint, patience, end in (
         ({"keep_best_by": "validation_recall_macro"}, {}, "to null."),
-        ({}, {"every_steps": 2, "patience": 1}, "to null, and eval.patience with it."),
+        ({}, {"every_steps": 2, "patience": 1}, "to null, and take out eval.patience."),
     ):
         tree = base(
             task={"name": "sequence_classification"}, data={"packing": "padded"}, checkpoint=checkpoint, eval=patience

@@ -6,7 +6,6 @@ own command line, which is the parent process's, is read as well, and the two ar
 """
 
 import os
-import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
@@ -343,7 +342,7 @@ def _launcher_arguments(env: Mapping[str, str], world: int) -> Any | None:
     if rest is None and _GIVEN in env:
         rest = ["--config_file", env[_GIVEN], "--num_processes", str(world)]
         rest += ["--main_process_ip", env["MASTER_ADDR"]] if "MASTER_ADDR" in env else []
-        rest.append(sys.argv[0])
+        rest.append("scripts/train.py")
     if rest is None:
         return None
     from accelerate.commands.config.config_args import default_config_file
