@@ -354,9 +354,7 @@ def test_conflicts_are_errors(place: Place, base: str, changes: dict[str, Any], 
 
 
 def test_other_conflicts(place: Place) -> None:
-    with pytest.raises(
-        BackendError, match=r"json says gradient_clipping: 3, the recipe's optim.clip_norm makes it 1"
-    ):
+    with pytest.raises(BackendError, match=r"json says gradient_clipping: 3, the recipe's optim.clip_norm makes it 1"):
         explained(place.recipe(), config=place.ds_launch_file({"gradient_clipping": 3}))
     with pytest.raises(RecipeError, match="unknown key, did you mean 'lr'"):
         explained(place.recipe(), "optim.lrr=1")

@@ -43,7 +43,6 @@ require("deepspeed", torch_autocast, "TORCH_AUTOCAST_INITIALIZED")
 
 # Under that name `deepspeed.comm` has torch itself.
 deepspeed_comm: Any = import_module("deepspeed.comm.torch")
-require("deepspeed", deepspeed_comm, "build_shm_op")
 # Its one use there: each rank prints at each start that an op was built, though it was loaded.
 deepspeed_comm.print = lambda *_: None
 
