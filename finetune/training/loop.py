@@ -159,7 +159,10 @@ def train_step(run: BuiltRun, step: int) -> StepOutput:
     run.state.tokens += targets
     # Of a step that is skipped, nothing counts.
     sums = torch.stack([torch.stack(losses).double().sum(), targets])
-    run.state.epoch_sums += torch.where(torch.isfinite(norm.reshape(1)), sums, 0.0)
+    finite = torch.isfinite(norm.reshape(1))
+    # With the optimiser on the host, the norm is there too.
+    finite = tensor_to_device(finite, backend.device) if finite.is_cpu else finite
+    run.state.epoch_sums += torch.where(finite, sums, 0.0)
     return StepOutput(
         step=step, sync=read_later, norm=AsyncScalar(norm.reshape(1)), losses=torch.stack(losses), rows=window.rows
     )
