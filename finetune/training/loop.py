@@ -157,15 +157,14 @@ def train_step(run: BuiltRun, step: int) -> StepOutput:
     backend.clear(run.optimizer)
     timer.mark("other")
     run.state.tokens += targets
+    each = torch.stack(losses)
     # Of a step that is skipped, nothing counts.
-    sums = torch.stack([torch.stack(losses).double().sum(), targets])
+    sums = torch.stack([each.double().sum(), targets])
     finite = torch.isfinite(norm.reshape(1))
     # With the optimiser on the host, the norm is there too.
     finite = tensor_to_device(finite, backend.device) if finite.is_cpu else finite
     run.state.epoch_sums += torch.where(finite, sums, 0.0)
-    return StepOutput(
-        step=step, sync=read_later, norm=AsyncScalar(norm.reshape(1)), losses=torch.stack(losses), rows=window.rows
-    )
+    return StepOutput(step=step, sync=read_later, norm=AsyncScalar(norm.reshape(1)), losses=each, rows=window.rows)
 
 
 def _batches(backend: Backend, timer: PhaseTimer, seed: int, step: int, window: Window) -> Iterator[Batch]:
