@@ -7,9 +7,9 @@ CONSTRAINTS ?= constraints.txt
 PY := $(VENV)/bin/python
 CORES := $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 
-# Most tests start two processes, so half the cores are workers; three at least, because starting up mostly waits (two on
-# two cores leave half of them idle).
-TEST_WORKERS ?= $(shell n=$$(( $(CORES) / 2 )); echo $$(( n < 3 ? 3 : n > 16 ? 16 : n )))
+# Most tests start two processes, so half the cores are workers; four at least, because starting up mostly waits, as do
+# tests that need another one's run (two on two cores leave half of them idle).
+TEST_WORKERS ?= $(shell n=$$(( $(CORES) / 2 )); echo $$(( n < 4 ? 4 : n > 16 ? 16 : n )))
 PYTEST_ARGS ?=
 
 # The demo's two processes share the cores; without this each would start one thread per core and be slower.
@@ -35,7 +35,7 @@ demo-qlora: setup  ## Pre-train (or reuse) that Llama, teach it to answer with Q
 	  scripts/demo_qlora.sh
 
 # One thread a process: the tests run many processes at once, and fp32 sums keep their order.
-# The ops are compiled beside the first tests, which mostly wait; all others begin when that is done (tests/conftest.py).
+# The ops are compiled beside the first tests, which mostly wait; those that need the last one begin when it is done.
 # Where one cannot be built it says why, and the tests that need it are skipped or fail.
 test: setup  ## Run the whole test suite (PYTEST_ARGS="-k name -x" narrows it)
 	@$(VENV)/bin/finetune ops & \

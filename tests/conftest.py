@@ -124,8 +124,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 # Outermost, so that no test's own limit counts the time.
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Waits until `make test` has compiled the native ops, so that no test waits minutes for a compiler."""
-    if item.get_closest_marker("machines") is None and (builder := os.environ.pop("FINETUNE_OPS_PID", None)):
+    """Waits until `make test` has compiled the op for NVMe, the last one, where a test needs it.
+
+    The others are there within two minutes, and launches wait for those that they need.
+    """
+    needs_all = item.get_closest_marker("nvme") is not None or item.path.stem == "test_native_ops"
+    if needs_all and (builder := os.environ.pop("FINETUNE_OPS_PID", None)):
         with suppress(psutil.NoSuchProcess):
             while psutil.Process(int(builder)).status() != psutil.STATUS_ZOMBIE:
                 time.sleep(0.2)
