@@ -38,6 +38,8 @@ class LossHead:
         """True if it may be given targets."""
         self.targets: torch.Tensor | None = None
         """(N,) int64, -100 where there is nothing to learn."""
+        self.per_token = False
+        """True if it puts out the loss of each token in place of their sum."""
         self.token_group: Group | None = None
         """Ranks that share layers, and compute the loss of some tokens each, or at least its gradients. Gradients of
         the head are to be summed over them."""
@@ -46,7 +48,7 @@ class LossHead:
         self.planted: torch.Tensor | None = None
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """(B, T, h) to (1, 1, 1) fp32 with targets, and to (B, T, V) without."""
+        """(B, T, h) to (1, 1, 1) fp32 with targets, or (1, N, 1) for each token, and to (B, T, V) without."""
         group = self.token_group
         if self.plants:
             own = self._logits(hidden)
@@ -64,13 +66,16 @@ class LossHead:
             flat, targets = tensor.split_tokens(flat, group), tensor.part_of_tokens(targets, IGNORED, group=group)
         # Gradients in fp16 vanish before they are scaled, which happens in the backward pass.
         if isinstance(head, nn.Linear) and type(head).forward in _PRODUCTS and dtype != torch.float16:
-            loss = loss_of(flat, head.weight, head.bias, targets, dtype)
+            compute = token_losses if self.per_token else loss_of
+            loss = compute(flat, head.weight, head.bias, targets, dtype)
         else:
-            loss = _of_any_head(self._logits, flat, targets)
-        if group is not None:
+            loss = _of_any_head(self._logits, flat, targets, per_token=self.per_token)
+        if group is not None and self.per_token:
+            loss = tensor.gather_tokens(loss, self.targets.numel(), group)
+        elif group is not None:
             loss = tensor.sum_outputs(loss, group)
         # A copy, not a view: wrappers that shard warn of views that leave a module.
-        return loss.reshape(1, 1, 1).clone()
+        return loss.reshape(1, -1, 1).clone()
 
 
 # Methods of modules that compute a product with `weight`, and nothing else.
@@ -164,6 +169,48 @@ class _Chunked(torch.autograd.Function):
         return None, *(None if t is None else t.mul_(gradients[0]) for t in kept), None, None
 
 
+def token_losses(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Returns the cross-entropy of each token, (N,) in fp32, 0 where there is nothing to learn; else as `loss_of`.
+
+    What a token's loss counts for is known only in the backward pass. The gradient for `hidden` is scaled then; where the
+    head is trained as well, its products are computed a second time.
+    """
+    learns = torch.is_grad_enabled()
+    losses: torch.Tensor = _TokenLosses.apply(learns, hidden, weight, bias, targets, dtype)  # type: ignore[no-untyped-call]
+    return losses
+
+
+class _TokenLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, learns: bool, hidden: torch.Tensor, *others: Any) -> torch.Tensor:
+        losses = torch.zeros(hidden.shape[0], device=hidden.device)
+        wanted = [learns and ctx.needs_input_grad[1], False, False]
+        with torch.autocast(hidden.device.type, enabled=False):
+            _, (ctx.hidden_gradient, *_) = _one_pass(wanted, hidden, *others, losses=losses)
+        weight, bias, targets, ctx.dtype = others
+        ctx.save_for_backward(hidden, weight, bias, targets)
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        hidden, weight, bias, targets = ctx.saved_tensors
+        factors, for_head = gradients[0], [False, *ctx.needs_input_grad[2:4]]
+        of_hidden, ctx.hidden_gradient = ctx.hidden_gradient, None
+        if of_hidden is not None:
+            of_hidden.mul_(factors[:, None])
+        of_head: list[torch.Tensor | None] = [None, None]
+        if any(for_head):
+            with torch.autocast(hidden.device.type, enabled=False):
+                _, (_, *of_head) = _one_pass(for_head, hidden, weight, bias, targets, ctx.dtype, factors=factors)
+        return None, of_hidden, *of_head, None, None
+
+
 def _one_pass(
     wanted: Sequence[bool],
     hidden: torch.Tensor,
@@ -171,8 +218,16 @@ def _one_pass(
     bias: torch.Tensor | None,
     targets: torch.Tensor,
     dtype: torch.dtype,
+    *,
+    factors: torch.Tensor | None = None,
+    losses: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-    """Returns the loss, and its gradients for hidden, weight and bias, where they are wanted."""
+    """Returns the loss, and its gradients for hidden, weight and bias, where they are wanted.
+
+    Args:
+        factors: What the loss of each token counts for, (N,); None for 1.
+        losses: Is filled with the loss of each token, (N,).
+    """
     for_hidden, for_weight, for_bias = wanted
     tokens, vocabulary = hidden.shape[0], weight.shape[0]
     rows = rows_of_chunk(tokens, vocabulary)
@@ -189,6 +244,7 @@ def _one_pass(
     step = torch.empty(weight.shape if for_weight and dtype != torch.float32 and rows < tokens else 0, **make)
     learned = targets != IGNORED
     places, counts = torch.where(learned, targets, 0)[:, None], learned.float()[:, None]
+    counts = counts if factors is None else counts * factors[:, None]
     for first in range(0, tokens, rows):
         chunk = slice(first, min(first + rows, tokens))
         product = products[: chunk.stop - first]
@@ -199,7 +255,10 @@ def _one_pass(
             p = of_some if dtype == torch.float32 else scratch[: some.stop - begin].copy_(of_some)
             if bias is not None:
                 p.add_(bias)
-            loss += _score(p, places[some], counts[some], learns=any(wanted))
+            each = _score(p, places[some], counts[some], learns=any(wanted))
+            loss += each.sum()
+            if losses is not None:
+                losses[some] = each[:, 0]
             if bias_gradient is not None:
                 bias_gradient += p.sum(0)
             if any(wanted) and p is not of_some:
@@ -225,12 +284,12 @@ def rows_in_cache(rows: int, vocabulary: int, device: str) -> int:
 
 
 def _score(p: torch.Tensor, places: torch.Tensor, counts: torch.Tensor, *, learns: bool) -> torch.Tensor:
-    """Returns the summed loss of logits, which become their gradient in place, if that is wanted.
+    """Returns the loss of each row of logits, (N, 1), which become their gradient in place, if that is wanted.
 
     Args:
         p: (N, V) fp32.
         places: (N, 1), the targets.
-        counts: (N, 1), 1 where there is something to learn, else 0.
+        counts: (N, 1), factors of the losses: 0 where there is nothing to learn.
     """
     p.sub_(p.amax(1, keepdim=True))
     score = p.gather(1, places)
@@ -238,29 +297,39 @@ def _score(p: torch.Tensor, places: torch.Tensor, counts: torch.Tensor, *, learn
     if learns:
         # softmax - one-hot, and nothing for what is not learned.
         p.mul_(counts / total).scatter_add_(1, places, -counts)
-    return ((total.log() - score) * counts).sum()
+    return (total.log() - score) * counts
 
 
-def _of_any_head(logits: Forward, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def _of_any_head(
+    logits: Forward, hidden: torch.Tensor, targets: torch.Tensor, *, per_token: bool = False
+) -> torch.Tensor:
     """Computes the loss of a head that is more than a product (adapters, quantized weights), each chunk twice."""
 
     def part(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return plain_loss(logits(hidden), targets)
+        return plain_loss(logits(hidden), targets, per_token=per_token)
 
     loss = torch.zeros((), device=hidden.device)
     rows = rows_of_chunk(hidden.shape[0], 1 << 17)
-    for some, wanted in zip(torch.split(hidden, rows), torch.split(targets, rows), strict=True):
+    chunks = zip(torch.split(hidden, rows), torch.split(targets, rows), strict=True)
+    if per_token:
+        return torch.cat([checkpoint(part, some, wanted, use_reentrant=False) for some, wanted in chunks])
+    for some, wanted in chunks:
         loss = loss + checkpoint(part, some, wanted, use_reentrant=False)
     return loss
 
 
-def plain_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def plain_loss(logits: torch.Tensor, targets: torch.Tensor, *, per_token: bool = False) -> torch.Tensor:
     """Returns the summed cross-entropy of logits, in fp32 whatever they are in: bf16 sums lose whole tokens.
+
+    Or that of each token, flattened.
 
     Args:
         logits: (..., V).
         targets: (...), -100 where there is nothing to learn.
     """
     return functional.cross_entropy(
-        logits.float().flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum"
+        logits.float().flatten(0, -2),
+        targets.flatten(),
+        ignore_index=IGNORED,
+        reduction="none" if per_token else "sum",
     )

@@ -71,17 +71,24 @@ def _outputs(network: nn.Module, batch: Batch) -> Any:
 def _loss_sum(network: nn.Module, batch: Batch) -> torch.Tensor:
     """Targets are shifted already. Where rows are split over ranks, the loss is that of this rank's part."""
     batch = sequence.split(batch, getattr(network, "row_group", None))
-    inner = lora_adapters.transformer(network)
-    fused = chunked_loss.loss_head(inner)
+    # A copy, not a view: wrappers that shard warn of views that leave a module.
+    return _head_loss(network, batch, per_token=False).reshape(()).clone()
+
+
+def token_losses(network: nn.Module, batch: Batch) -> torch.Tensor:
+    """Returns the cross-entropy of each target, (B, T) in fp32, 0 where there is none: -log of its probability."""
+    return _head_loss(network, batch, per_token=True).reshape(batch["targets"].shape)
+
+
+def _head_loss(network: nn.Module, batch: Batch, *, per_token: bool) -> torch.Tensor:
+    fused = chunked_loss.loss_head(lora_adapters.transformer(network))
     if fused is None:
-        return chunked_loss.plain_loss(causal_lm_logits(network, batch), batch["targets"])
-    fused.targets = batch["targets"].flatten()
+        return chunked_loss.plain_loss(causal_lm_logits(network, batch), batch["targets"], per_token=per_token)
+    fused.targets, fused.per_token = batch["targets"].flatten(), per_token
     try:
-        outputs = _outputs(network, batch)
+        return _outputs(network, batch).logits  # type: ignore[no-any-return]
     finally:
         fused.targets = None
-    # A copy, not a view: wrappers that shard warn of views that leave a module.
-    return outputs.logits.reshape(()).clone()  # type: ignore[no-any-return]
 
 
 CAUSAL_LM = transformers_task(

@@ -15,7 +15,7 @@ from finetune.models import chunked_loss, frozen_weights
 from finetune.models.build_network import build_model
 from finetune.models.heads import NEXT_TOKEN
 from finetune.models.model_config import resolve_model_config
-from finetune.tasks.causal_lm import CAUSAL_LM, causal_lm_logits
+from finetune.tasks.causal_lm import CAUSAL_LM, causal_lm_logits, token_losses
 
 N, H, V = 150, 24, 300
 
@@ -56,6 +56,27 @@ def test_gradients_are_those_of_fp64(
         assert tensor.grad is not None
         error = (2 * tensor.grad.double() - gradient).norm() / gradient.norm()
         assert error < tolerance, f"{tuple(tensor.shape)}: {error:.1e}"
+
+
+@pytest.mark.parametrize("rows", [37, N], ids="{} rows".format)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 4e-3)], ids=["fp32", "bf16"])
+def test_losses_of_tokens_that_count_for_different_amounts(
+    rows: int, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunked_loss, "rows_of_chunk", lambda tokens, vocabulary: rows)
+    hidden, weight, bias, targets = case()
+    factors = torch.linspace(-2, 3, N)
+    losses = chunked_loss.token_losses(hidden, weight, bias, targets, dtype)
+    (losses * factors).sum().backward()
+    given = [t.detach().double().requires_grad_() for t in (hidden, weight, bias)]
+    logits = given[0] @ given[1].T + given[2]
+    wanted = nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="none")
+    (wanted * factors).sum().backward()
+    assert not losses[targets == -100].any()
+    assert (losses.double() - wanted).norm() < tolerance * wanted.norm()
+    for tensor, exactly in zip((hidden, weight, bias), given, strict=True):
+        assert tensor.grad is not None and exactly.grad is not None
+        assert (tensor.grad.double() - exactly.grad).norm() < tolerance * exactly.grad.norm()
 
 
 @pytest.mark.parametrize("trained", [0, 1])
@@ -121,10 +142,14 @@ class Logits(TorchDispatchMode):
 BATCH = 3  # whose tokens are not as many as the vocabulary has pieces
 
 
-def learn(network: nn.Module) -> tuple[float, dict[str, torch.Tensor], int]:
+def learn(network: nn.Module, *, per_token: bool = False) -> tuple[float, dict[str, torch.Tensor], int]:
     ids = torch.randint(0, 512, (BATCH, 128), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": ids, "targets": ids.roll(-1, 1)}
     with Logits() as logits:
-        value = CAUSAL_LM.loss_sum(network, {"input_ids": ids, "targets": ids.roll(-1, 1)})
+        if per_token:
+            value = (token_losses(network, batch) * torch.linspace(-1, 1, 128)).sum()
+        else:
+            value = CAUSAL_LM.loss_sum(network, batch)
         value.backward()
     return value.item(), {n: p.grad for n, p in network.named_parameters() if p.grad is not None}, logits.rows
 
@@ -150,11 +175,12 @@ def built(kind: str, way: str) -> nn.Module:
     return network.train()
 
 
+@pytest.mark.parametrize("per_token", [False, True], ids=["", "of each token"])
 @pytest.mark.parametrize("kind", ["plain", "tied", "saved whole", "adapted", "stored"])
-def test_every_head_learns_what_logits_teach(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_head_learns_what_logits_teach(kind: str, per_token: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunked_loss, "rows_of_chunk", lambda tokens, vocabulary: 100)
-    value, gradients, rows = learn(built(kind, "chunked"))
-    wanted, expected, all_rows = learn(built(kind, "plain"))
+    value, gradients, rows = learn(built(kind, "chunked"), per_token=per_token)
+    wanted, expected, all_rows = learn(built(kind, "plain"), per_token=per_token)
     assert (rows, all_rows) == (100, BATCH * 128), "logits of one chunk at a time"
     assert value == pytest.approx(wanted, rel=1e-6)
     assert gradients.keys() == expected.keys()

@@ -101,15 +101,19 @@ def split_inputs(whole: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def split_tokens(whole: torch.Tensor, group: Group) -> torch.Tensor:
-    """Returns this rank's part of tokens that each has, (n, h) to (n / N, h); see `part_of_tokens`."""
-    tokens = len(whole)
+    """Returns this rank's part of tokens that each has, (n, ...) to (n / N, ...); see `part_of_tokens`."""
+    return apply_passes(whole, partial(part_of_tokens, group=group), partial(_join_tokens, group, len(whole)))
 
-    def join(part: torch.Tensor) -> torch.Tensor:
-        joined = part.new_empty(group.size * len(part), *part.shape[1:])
-        distributed.all_gather_into_tensor(joined, part.contiguous(), group=group.handle)
-        return joined[:tokens]
 
-    return apply_passes(whole, partial(part_of_tokens, group=group), join)
+def gather_tokens(part: torch.Tensor, tokens: int, group: Group) -> torch.Tensor:
+    """Joins the parts that `split_tokens` gives the group's ranks, (n / N, ...) to (n, ...), on each of them."""
+    return apply_passes(part, partial(_join_tokens, group, tokens), partial(part_of_tokens, group=group))
+
+
+def _join_tokens(group: Group, tokens: int, part: torch.Tensor) -> torch.Tensor:
+    joined = part.new_empty(group.size * len(part), *part.shape[1:])
+    distributed.all_gather_into_tensor(joined, part.contiguous(), group=group.handle)
+    return joined[:tokens]
 
 
 def part_of_tokens(whole: torch.Tensor, fill: int = 0, *, group: Group) -> torch.Tensor:
