@@ -178,8 +178,8 @@ def token_losses(
 ) -> torch.Tensor:
     """Returns the cross-entropy of each token, (N,) in fp32, 0 where there is nothing to learn; else as `loss_of`.
 
-    What a token's loss counts for is known only in the backward pass. The gradient for `hidden` is scaled then; where the
-    head is trained as well, its products are computed a second time.
+    What a token's loss counts for is known only in the backward pass. The gradient for `hidden` is scaled then; where
+    the head is trained as well, its products are computed a second time.
     """
     learns = torch.is_grad_enabled()
     losses: torch.Tensor = _TokenLosses.apply(learns, hidden, weight, bias, targets, dtype)  # type: ignore[no-untyped-call]

@@ -75,7 +75,8 @@ def test_losses_of_tokens_that_count_for_different_amounts(
     assert not losses[targets == -100].any()
     assert (losses.double() - wanted).norm() < tolerance * wanted.norm()
     for tensor, exactly in zip((hidden, weight, bias), given, strict=True):
-        assert tensor.grad is not None and exactly.grad is not None
+        assert tensor.grad is not None
+        assert exactly.grad is not None
         assert (tensor.grad.double() - exactly.grad).norm() < tolerance * exactly.grad.norm()
 
 

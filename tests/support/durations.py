@@ -24,7 +24,7 @@ def group_of(item: pytest.Item) -> str:
 def longest_first(items: list[pytest.Item]) -> None:
     """Sorts tests by what their group takes; those of a group stay together, in the order in which they are written."""
     seconds = json.loads(FILE.read_text()) if FILE.exists() else {}
-    # Tests of several machines mostly wait: first, while the native ops are compiled, which comes before DeepSpeed's runs.
+    # Tests of several machines mostly wait: first, while the ops that DeepSpeed's runs need are compiled.
     items.sort(
         key=lambda item: (
             item.get_closest_marker("machines") is None,
