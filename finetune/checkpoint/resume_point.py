@@ -41,7 +41,6 @@ class ResumePoint:
     finished: bool = False
     """True if the run had come to its end, and all is written."""
     results: dict[str, Any] = field(default_factory=dict)
-    """Results of the run so far."""
 
     @property
     def address(self) -> str:
@@ -129,11 +128,7 @@ class ResumePoint:
 
 
 def check_resume(mode: str, directory: RunDirectory) -> None:
-    """Refuses a `resume.mode` that cannot be followed, before data is read or processes have met.
-
-    Raises:
-        RecipeError: If there is nothing to resume from, or the directory holds a run begun elsewhere.
-    """
+    """Raises a `RecipeError` if a `resume.mode` cannot be followed, before data is read or processes have met."""
     own = bool(integrity.list_resumable(directory.checkpoints))
     if mode == "must" and not own:
         raise RecipeError(
@@ -171,11 +166,7 @@ def check_resume(mode: str, directory: RunDirectory) -> None:
 
 
 def compare_with_previous(allow: tuple[str, ...], directory: RunDirectory, now: dict[str, Any]) -> None:
-    """Refuses to resume a run whose mathematics differ in other keys than `allow`, before a network is built.
-
-    Raises:
-        RecipeError: With the differences.
-    """
+    """Raises a `RecipeError` if mathematics differ from the run's in keys beside `allow`, before a network is built."""
     saved = (directory.previous or {}).get("identity")
     if saved is not None:
         # Whether the size of micro-batches matters is known once the network is built, and compared then.
@@ -196,13 +187,10 @@ def kept_micro_size(recipe: Recipe, directory: RunDirectory) -> int | None:
 def choose_resume_point(
     recipe: Recipe, directory: RunDirectory, backend: Backend, now: dict[str, Any], *, num_steps: int
 ) -> ResumePoint:
-    """Returns the place to begin at, the same on every rank; every rank must call it.
+    """Returns the place to begin at of a run of `num_steps`, the same on every rank; every rank must call it.
 
     A run's own newest checkpoint comes first, also where it once began from another run's: so the same command
     resumes after every stop.
-
-    Args:
-        num_steps: Steps of the whole run.
 
     Raises:
         RecipeError: If the checkpoint is of a run whose mathematics differ, or beyond this run's end; or if the run
@@ -262,10 +250,8 @@ def choose_resume_point(
 def find_newest(store: CheckpointStore, backend: Backend, *, unsealed: bool = False) -> ResumePoint | None:
     """Returns the newest whole checkpoint of a store, the same on every rank; None if there is none, whole or not.
 
-    Every rank must call it. What is wrong with newer ones is reported on the rank that found it.
-
-    Args:
-        unsealed: Also take one that is whole, whose writer ended before it was sealed.
+    Every rank must call it. What is wrong with newer ones is reported on the rank that found it. With `unsealed`, one
+    counts as well that is whole, and whose writer ended before it was sealed.
 
     Raises:
         CheckpointError: If there are checkpoints, but none is whole.

@@ -30,11 +30,7 @@ _MOST_ROWS = 1 << 40
 
 
 def read_skipped(directory: Path) -> list[Incident]:
-    """Returns the steps that a run has skipped, in order, as far as they can be read.
-
-    Raises:
-        CheckpointError: If `incidents.jsonl` cannot be read.
-    """
+    """Returns the steps that a run has skipped, in order, as far as they can be read."""
     with CheckpointError.explaining(f"{directory / INCIDENTS} cannot be read", "", OSError):
         return [Incident.from_line(line) for line in read_incidents(directory).whole]
 
@@ -74,11 +70,7 @@ def used_rows(directory: Path) -> Iterator[Used]:
 
 
 def read_ledger(directory: Path) -> Lines:
-    """Returns the lines of a run's ledger.
-
-    Raises:
-        OSError: If there is none.
-    """
+    """Returns the lines of a run's ledger."""
     return read_whole_lines(directory / LEDGER, _is_line)
 
 
@@ -169,7 +161,6 @@ class Epoch:
 
     number: int
     rows: int
-    """Rows that the epoch has."""
     uses: npt.NDArray[np.uint8]
     """How often each row was used."""
 
@@ -232,7 +223,7 @@ class Audit:
 def _no_line(steps: list[int]) -> str:
     """Names steps of which no line can be read, in ranges."""
     ranges = np.split(steps, np.flatnonzero(np.diff(steps) != 1) + 1)
-    labels = [str(found[0]) if len(found) == 1 else f"{found[0]:,} to {found[-1]:,}" for found in ranges]
+    labels = [str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]:,} to {numbers[-1]:,}" for numbers in ranges]
     return f"no line for step{'s' * (len(steps) > 1)} {brief_list(labels)} is there, or can be read"
 
 

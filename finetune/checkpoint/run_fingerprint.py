@@ -76,13 +76,7 @@ def identity_of(recipe: Recipe, order: RowOrder, base: dict[str, Any] | None) ->
 def base_of(recipe: Recipe, files: dict[str, str] | None = None) -> dict[str, Any] | None:
     """Returns name, revision and digest of the pretrained model that a run starts from; None without one.
 
-    A model on the hub is told by its commit, a directory by its content.
-
-    Args:
-        files: What `base_files` gives; read if left out.
-
-    Raises:
-        RecipeError: If a directory's files cannot be read.
+    A model on the hub is told by its commit, a directory by its content: `files` are those of `base_files`, if read.
     """
     section = recipe.model
     if section.name is None:
@@ -91,28 +85,23 @@ def base_of(recipe: Recipe, files: dict[str, str] | None = None) -> dict[str, An
         contents = base_files(recipe) if files is None else files
         return {"name": recipe_paths.place_of_model(section.name), "revision": None, "digest": digest_of(contents)}
     # The commit is the name of the folder in the local cache; configurations do not say it.
-    commit = folder.name if (folder := _base_folder(section)) is not None else f"{section.name}@{section.revision}"
+    commit = folder.name if (folder := base_folder(section)) is not None else f"{section.name}@{section.revision}"
     return {"name": section.name, "revision": section.revision, "digest": commit}
 
 
 def base_files(recipe: Recipe) -> dict[str, str]:
     """Returns the digest of each file of the pretrained model; none without one, or without its files on this machine.
 
-    Digests are remembered in `data.cache_dir`.
-
-    Raises:
-        RecipeError: If the files cannot be read.
+    Digests are remembered in `data.cache_dir`. Files that cannot be read raise a `RecipeError`.
     """
-    if (folder := _base_folder(recipe.model)) is None:
+    if (folder := base_folder(recipe.model)) is None:
         return {}
-    try:
+    with RecipeError.explaining(f"model.name: {folder} cannot be read", "", OSError):
         files = sorted({file for pattern in _WEIGHTS for file in folder.glob(pattern)})
         return {file.name: _digest(file, Path(recipe.data.cache_dir) / "digests") for file in files}
-    except OSError as error:
-        raise RecipeError(f"model.name: {folder} cannot be read: {error.strerror or error}.") from error
 
 
-def _base_folder(section: ModelSection) -> Path | None:
+def base_folder(section: ModelSection) -> Path | None:
     """Returns the folder of the pretrained model, for one on the hub that in the local cache; None if there is none."""
     if section.name is None or Path(section.name).is_dir():
         return None if section.name is None else Path(section.name)

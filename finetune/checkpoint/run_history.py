@@ -45,7 +45,6 @@ STATUSES: dict[Status, str] = {
     "diverged": "too many steps in a row were not finite",
     "lost": "its process is gone, and did not say why: killed, crashed, or its machine went down",
 }
-"""Meanings of statuses."""
 
 _PHASES = ("data_s", "forward_backward_s", "optimizer_s")
 TRAINING = ("step", "epoch", *STEP_NUMBERS, *_PHASES, "peak_memory_gib", "mfu", "skipped_steps", "overflows")
@@ -170,19 +169,16 @@ class RunHistory:
 
     @property
     def name(self) -> str:
-        """The directory's name."""
         return self.directory.resolve().name
 
     @property
     def step(self) -> int:
-        """The last step that is known."""
         known = [int(self.training["step"][-1])] if len(self.training["step"]) else [0]
         known += [start.from_step for start in self.starts[-1:]] + [saved.step for saved in self.checkpoints[-1:]]
         return max(known)
 
     @property
     def num_steps(self) -> int | None:
-        """Steps of the whole run."""
         steps: int | None = self.facts.get("length", {}).get("num_steps")
         return steps
 
@@ -221,8 +217,8 @@ class RunHistory:
         """Step and value of the evaluation that is best by a key; None if no evaluation has it."""
         best = BestEvaluation(best_by)
         keys = {ranking(best_by)[0], "validation_loss"} & self.evaluations.keys()
-        for n, step in enumerate(self.evaluations["step"].tolist()):
-            best.note(int(step), {key: float(self.evaluations[key][n]) for key in keys})
+        for index, step in enumerate(self.evaluations["step"].tolist()):
+            best.note(int(step), {key: float(self.evaluations[key][index]) for key in keys})
         return (best.step, best.value) if best.step is not None and best.value is not None else None
 
     @property
@@ -465,9 +461,9 @@ class _Columns(dict[str, "array[float]"]):
         return {key: np.array(column, dtype=np.float64) for key, column in self.items()}
 
 
-def _drop_from(found: list[Sample] | list[Incident], step: int) -> None:
-    while found and found[-1].step >= step:
-        found.pop()
+def _drop_from(records: list[Sample] | list[Incident], step: int) -> None:
+    while records and records[-1].step >= step:
+        records.pop()
 
 
 def _status(facts: dict[str, Any], incidents: list[Incident], times: Series, quiet_s: float) -> Status:

@@ -89,7 +89,6 @@ class ChatSession:
                 to_stderr(f"{error}")
 
     def _take(self, line: str) -> None:
-        """Does what a line asks for."""
         command, _, value = line.strip().partition(" ")
         if not line.startswith("/"):
             if line.strip():
@@ -172,10 +171,8 @@ class ChatSession:
             json.dumps({"messages": self._turns(self._asked, answers)}, ensure_ascii=False)
             for answers in self._answers.values()
         ]
-        try:
+        with RecipeError.explaining(f"{file} cannot be written", "", OSError):
             atomic_files.write_text(file, "\n".join(lines) + "\n")
-        except OSError as error:
-            raise RecipeError(f"{file} cannot be written: {error.strerror}.") from error
         print(f"Written: {file}")
 
 

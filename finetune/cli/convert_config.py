@@ -17,7 +17,6 @@ from finetune.config.provenance import flat
 from finetune.config.recipe import RECIPE_FIELDS, RecipeLoader, dump_tree, validate_recipe
 from finetune.config.recipe_schema import LogSection, Recipe
 from finetune.data.sources.conversation_formats import ROLES
-from finetune.distributed.device_selection import Devices
 from finetune.distributed.launch.predicted_environment import launch_of_file
 from finetune.distributed.resolve_config import resolve_for_devices
 from finetune.tasks.task_lookup import BUILT_IN
@@ -292,18 +291,18 @@ def _places(name: str, entry: Mapping[str, Any], **more: Any) -> list[Values]:
     return [{key: value for key, value in given.items() if value is not None} | more]
 
 
-def _leave_rest(conversion: _Conversion, place: str, entry: Mapping[str, Any], used: str) -> None:
+def _leave_rest(conversion: _Conversion, path: str, entry: Mapping[str, Any], used: str) -> None:
     """Notes keys of an entry that are not among those used, and say something."""
     for name in sorted(entry.keys() - set(used.split())):
         if entry[name] is not None:
-            conversion.leave("differs", f"{place}.{name}", "sources of data have no such key")
+            conversion.leave("differs", f"{path}.{name}", "sources of data have no such key")
 
 
 def _of_turns(role: str, content: str | None) -> Values:
     """Returns the format of conversations whose turns have these fields, and the names of fields that it lacks."""
     kind, usual = ("sharegpt", "value") if role == "from" else ("messages", "content")
     named = {"role": role if role not in ("role", "from") else None, "content": content if content != usual else None}
-    return {"format": kind, "fields": {part: name for part, name in named.items() if name}}
+    return {"format": kind, "fields": {key: name for key, name in named.items() if name}}
 
 
 def _add_roles(conversion: _Conversion, roles: Mapping[str, str]) -> None:
@@ -374,10 +373,8 @@ def _factory_source(conversion: _Conversion, place: str, name: str) -> list[Valu
             f"{conversion.file} names the data set {name}, and there is none of {', '.join(map(str, files))}, where "
             "LLaMA-Factory looks it up. Copy dataset_info.json beside the config, or name its folder as dataset_dir."
         )
-    try:
+    with RecipeError.explaining(f"{info} cannot be read", "Mend the file."):
         entry: Any = {"hf_hub_url": name} if info is None else json_files.read(info).get(name)
-    except (OSError, ValueError) as error:
-        raise RecipeError(f"{info} cannot be read: {error}. Mend the file.") from error
     if entry is None:
         raise _NotCarried(f"{info} has no {name}")
     tags, listed = entry.get("tags", {}), entry.get("formatting") in ("sharegpt", "openai")
@@ -515,8 +512,8 @@ def convert_config(file: Path, tool: str | None, folder: Path, devices: int | No
     values = {**given, **defaults}
     for key in sorted(values, key=lambda key: peer_table()["keys"].index(row) if (row := rows[key]) else -1):
         conversion.carry(key, values[key])
-    said = given.get("num_processes")
-    devices = devices or (said if isinstance(said, int) else 1)
+    num_processes = given.get("num_processes")
+    devices = devices or (num_processes if isinstance(num_processes, int) else 1)
     batch = _complete(conversion, devices)
     launch, recipe = conversion.found.pop("launch"), _nested(conversion.found)
     try:
@@ -539,7 +536,9 @@ def convert_config(file: Path, tool: str | None, folder: Path, devices: int | No
         folder.mkdir(parents=True, exist_ok=True)
         head = f"# From {shell_word(file.name)}, a config of {tool_name(tool)}.\n# {command}\n"
         target.write_text(f"{head}{dump_tree(recipe)}", "utf-8")
-    taken = [f"{key} {json_word(defaults[key])}" for key in defaults if (r := rows[key]) and r.here in conversion.found]
+    taken = [
+        f"{key} {json_word(defaults[key])}" for key in defaults if (row := rows[key]) and row.here in conversion.found
+    ]
     lines = [f"{file} is a config of {tool_name(tool)}. Written: {target}", "Next:", f"    {command}", batch]
     if taken:
         lines.append(f"Taken for keys that the config leaves out, as {tool_name(tool)} does: {', '.join(taken)}.")
@@ -549,7 +548,7 @@ def convert_config(file: Path, tool: str | None, folder: Path, devices: int | No
 def _check_launch(recipe: Recipe, name: str, devices: int) -> None:
     """Refuses a recipe that a launch file of ours cannot run, whatever this machine has, as a dry run there does."""
     launch = launch_of_file(Path(launch_file(name)), devices)
-    resolve_for_devices(recipe, launch, Devices(gpus=devices), {})
+    resolve_for_devices(recipe, launch, devices, {})
     if launch.cuts_state:
         from finetune.optim.optimizers import check_optimizer  # imports torch
 
@@ -557,8 +556,9 @@ def _check_launch(recipe: Recipe, name: str, devices: int) -> None:
 
 
 def _read_config(file: Path) -> Values:
-    try:
+    with RecipeError.explaining(f"The config {file} cannot be read", "Name a YAML file."):
         text = read_text(file)
+    try:
         tree = parse(text, RecipeLoader)
         if isinstance(tree, dict) and "${" in text:  # torchtune's references, which may name others
             known = flat({str(key): value for key, value in tree.items()})
@@ -567,9 +567,6 @@ def _read_config(file: Path) -> Values:
             tree = parse(text, RecipeLoader)
     except YamlProblem as error:
         raise RecipeError(f"{error.at(file)}: the config is not valid YAML: {error}. Mend it.") from error
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise RecipeError(f"The config {file} cannot be read: {reason}. Name a YAML file.") from error
     if not isinstance(tree, dict) or not tree:
         raise RecipeError(f"{file} must hold the keys and values of a config, as YAML. Name another file.")
     return {str(key): value for key, value in tree.items()}
@@ -623,14 +620,14 @@ def _complete(conversion: _Conversion, devices: int) -> str:
     return f"Global batch: {product} = {total} rows. For another number of devices, convert with --devices N."
 
 
-def _nested(found: Values) -> Values:
+def _nested(values: Values) -> Values:
     """Returns the tree of dotted keys, in the schema's order."""
     tree: Values = {}
-    for key in (key for key in RECIPE_FIELDS if key in found):
+    for key in (key for key in RECIPE_FIELDS if key in values):
         section, _, name = key.partition(".")
         if not name:
-            tree[section] = found[key]
-        elif found[key] is not None or RECIPE_FIELDS[key].default is not None:
+            tree[section] = values[key]
+        elif values[key] is not None or RECIPE_FIELDS[key].default is not None:
             inner = tree.get(section)
-            tree[section] = {**(inner if isinstance(inner, dict) else {}), name: found[key]}
+            tree[section] = {**(inner if isinstance(inner, dict) else {}), name: values[key]}
     return tree

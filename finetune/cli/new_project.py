@@ -172,12 +172,11 @@ def _run_name(project: Project) -> str:
     model = Path(project.model or "model").resolve()
     # A run's model lies in a folder of that name.
     name = model.parent.name if model.name == "model" else model.name
-    parts = [name, Path(project.data or "data").stem, project.adapters]
-    return "runs/" + "-".join(re.sub(r"[^\w.]+", "-", part).strip("-.") or "data" for part in parts if part)
+    words = [name, Path(project.data or "data").stem, project.adapters]
+    return "runs/" + "-".join(re.sub(r"[^\w.]+", "-", word).strip("-.") or "data" for word in words if word)
 
 
 def _as_tree(folder: Path, files: dict[str, str]) -> list[str]:
-    """Returns lines that show the written files."""
     tree = Tree(f"Written to {folder}")
     folders: dict[str, Tree] = {}
     for name in sorted(files):
@@ -192,14 +191,7 @@ def _as_tree(folder: Path, files: dict[str, str]) -> list[str]:
 
 
 def _draft_recipe(project: Project, given: Mapping[str, Any] | None = None) -> _Draft:
-    """Looks at a project's data and model, and sizes its recipe to them.
-
-    Args:
-        given: Sections of the recipe with the keys that the command sets.
-
-    Raises:
-        FinetuneError: If the options contradict each other, or something cannot be read.
-    """
+    """Looks at a project's data and model, and sizes its recipe to them, and to the sections that the command gives."""
     if project.adapters is not None and (project.model is None or project.task == "custom"):
         raise RecipeError(f"--{project.adapters} trains adapters of a pretrained model: name one with --model.")
     if project.task == "custom" and (project.model is not None or project.data is not None):
@@ -328,5 +320,4 @@ def _seen_from(folder: Path, project: Project) -> Project:
 
 
 def _render(name: str, project: Project, **values: object) -> str:
-    """Returns the text of a file of the project."""
     return _FILES.get_template(f"{name}.jinja").render(**vars(project), classifier=classification.NAME, **values)

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from finetune.config.recipe import divisors
 from finetune.config.recipe_schema import Recipe
 from finetune.distributed import device_selection
-from finetune.distributed.device_selection import Devices
 from finetune.distributed.launch.launch_config import Launch, ResolvedConfig, check_installed
 from finetune.distributed.strategies import deepspeed_config, refusals
 from finetune.utils.compat.library_versions import installed, require_installed
@@ -14,10 +13,7 @@ from finetune.utils.errors import BackendError, RecipeError
 
 
 def resolve_config(recipe: Recipe, launch: Launch, env: Mapping[str, str] = os.environ) -> ResolvedConfig:
-    """Settles precision, accumulation and DeepSpeed's values.
-
-    Args:
-        env: A worker's environment.
+    """Settles precision, accumulation and DeepSpeed's values, for a worker's environment.
 
     Raises:
         RecipeError: If the batch does not come out even, or a tracker is not installed.
@@ -25,7 +21,7 @@ def resolve_config(recipe: Recipe, launch: Launch, env: Mapping[str, str] = os.e
     """
     check_installed(launch)
     refusals.check_library(launch)
-    settled = resolve_for_devices(recipe, launch, device_selection.of_torch(), env)
+    settled = resolve_for_devices(recipe, launch, device_selection.visible_gpus(), env)
     deepspeed_config.check_values(settled.ds_config, launch.ds_place)
     check_trackers(recipe)
     if recipe.model.quantization is not None:
@@ -33,15 +29,15 @@ def resolve_config(recipe: Recipe, launch: Launch, env: Mapping[str, str] = os.e
     return settled
 
 
-def resolve_for_devices(recipe: Recipe, launch: Launch, here: Devices, env: Mapping[str, str]) -> ResolvedConfig:
-    """`resolve_config` on given devices and for a worker's environment, without torch.
+def resolve_for_devices(recipe: Recipe, launch: Launch, gpus: int, env: Mapping[str, str]) -> ResolvedConfig:
+    """`resolve_config` on so many GPUs and for a worker's environment, without torch.
 
     Raises:
         RecipeError: If the batch does not come out even.
         BackendError: If the planes contradict each other, or the devices cannot run what is asked.
     """
-    refusals.check_devices(launch, here, env)
-    precision = _pick_precision(recipe, here)
+    refusals.check_devices(launch, gpus, env)
+    precision = _pick_precision(recipe, gpus)
     accumulation = derive_accumulation(recipe, launch.data_ranks, launch.num_processes)
     rows = micro_rows(recipe, launch.data_ranks)
     _check_planes(recipe, launch, precision, accumulation, env)
@@ -55,8 +51,7 @@ def resolve_for_devices(recipe: Recipe, launch: Launch, here: Devices, env: Mapp
 def micro_rows(recipe: Recipe, world: int) -> int:
     """Returns the rows of a micro-batch: the largest number up to `batch.micro_size` that divides a data rank's share.
 
-    Args:
-        world: Data ranks, over which the global batch comes out even.
+    Over the data ranks, `world`, the global batch comes out even.
     """
     share, most = recipe.batch.global_size // world, recipe.batch.rows
     # An evaluation has no share, nor do more ranks than rows, which are refused.
@@ -89,12 +84,12 @@ def derive_accumulation(recipe: Recipe, world: int, processes: int | None = None
     )
 
 
-def _pick_precision(recipe: Recipe, here: Devices) -> str:
+def _pick_precision(recipe: Recipe, gpus: int) -> str:
     """Returns `fp32`, `bf16` or `fp16`, as the recipe asks; the device decides for `auto`, and can refuse."""
     if recipe.precision == "auto":
         # Every GPU that torch runs on has bf16, natively or not.
-        return "bf16" if here.gpus else "fp32"
-    if recipe.precision == "fp16" and not here.gpus:
+        return "bf16" if gpus else "fp32"
+    if recipe.precision == "fp16" and not gpus:
         raise BackendError(
             "The recipe asks for precision fp16, which needs a GPU: on a CPU there is no loss scaling. Set `precision: "
             "bf16` or `fp32`."
@@ -131,11 +126,7 @@ def _check_planes(
 
 
 def check_trackers(recipe: Recipe) -> None:
-    """Refuses trackers whose package is missing.
-
-    Raises:
-        RecipeError: With the extra to install.
-    """
+    """Raises a `RecipeError` for a tracker whose package is missing, with the extra to install."""
     for name in recipe.log.trackers:
         if installed(name) is None:
             raise RecipeError(

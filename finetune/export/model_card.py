@@ -84,7 +84,6 @@ def _front_matter(source: WeightSource, kind: str, base_folder: Path | None, hea
 
 
 def _licence(base_folder: Path | None) -> dict[str, Any]:
-    """The licence that the base's card names."""
     card = None if base_folder is None else base_folder / "README.md"
     if card is None or not card.is_file():
         return {}
@@ -120,14 +119,7 @@ def _place(origin: Any) -> str:
 
 
 def write_loss_plot(folder: Path, run: Path, last_step: int | None) -> str | None:
-    """Writes `loss.svg`, and returns its name; None if the run has no two losses to draw.
-
-    Args:
-        last_step: Step of the weights; later ones are left out.
-
-    Raises:
-        OSError: If it cannot be written.
-    """
+    """Writes `loss.svg` up to a step, and returns its name; None if the run has no two losses to draw."""
     try:
         history = read_run(run)
     except FinetuneError:

@@ -27,11 +27,7 @@ _FILE_BYTES = 5 * 10**9
 def describe_model(network: nn.Module, tokenizer: Any | None, folder: Path, beside: Mapping[str, bytes]) -> None:
     """Writes the files that belong beside a network's weights, so that `from_pretrained` opens the folder.
 
-    Args:
-        beside: Those of its base that neither network nor tokenizer writes.
-
-    Raises:
-        OSError: If the folder cannot be written.
+    `beside` are those of its base that neither network nor tokenizer writes.
     """
     adapter = adapter_config(network)
     inner = transformer(network)
@@ -186,18 +182,18 @@ def _write_parts(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> d
     return parts
 
 
-def check_written(place: Path, expected: dict[str, torch.Tensor]) -> None:
+def check_written(path: Path, expected: dict[str, torch.Tensor]) -> None:
     """Raises a `CheckpointError` unless a file, or a folder, holds these tensors and no others, bit by bit."""
     left = dict(expected)
-    for name, tensor in tensors_of(place):
+    for name, tensor in tensors_of(path):
         wanted = left.pop(name, None)
         if wanted is None:
-            raise _not_trained(place, f"it holds {name}, which the trained network does not have")
+            raise _not_trained(path, f"it holds {name}, which the trained network does not have")
         one, other = (t.contiguous().reshape(-1).view(torch.uint8) for t in (tensor, wanted))
         if (tensor.shape, tensor.dtype) != (wanted.shape, wanted.dtype) or not torch.equal(one, other):
-            raise _not_trained(place, f"{name} is not what the network has in memory")
+            raise _not_trained(path, f"{name} is not what the network has in memory")
     if left:
-        raise _not_trained(place, f"it lacks {min(left)}" + (f" and {len(left) - 1} more" if len(left) > 1 else ""))
+        raise _not_trained(path, f"it lacks {min(left)}" + (f" and {len(left) - 1} more" if len(left) > 1 else ""))
 
 
 def _not_trained(folder: Path, difference: str) -> CheckpointError:

@@ -42,7 +42,7 @@ def print_plan(plan: Plan, console: Console, *, energy: bool = False) -> None:
     console.print(
         f"{unit} a rank: from step to step (wherever it rests) > peak on the device. Fits: with a margin of "
         f"{max(c.margin for c in plan.candidates.values()):.0%} and 1 GiB for context and libraries; tight: without "
-        "the margin.",
+        "the margin."
     )
     own_micro = plan.recipe.batch.rows
     for micro in sorted({c.setting.micro for c in plan.candidates.values() if c.memory is not None} - {own_micro}):
@@ -59,9 +59,9 @@ def print_plan(plan: Plan, console: Console, *, energy: bool = False) -> None:
     for candidate in candidates:
         if candidate.verdict in ("tight", "no"):
             console.print(f"  {candidate.name}: {candidate.verdict} ({_largest(candidate, unit)})")
-    for kind, variant in plan.variants.items():
-        if isinstance(variant, str):
-            console.print(f"  {kind}: {variant}")
+    refused = {kind: variant for kind, variant in plan.variants.items() if isinstance(variant, str)}
+    for name, reason in (refused | plan.unread).items():
+        console.print(f"  {name}: {reason}")
     each = [candidate.name for candidate in candidates if candidate.launch.sync_each_batch]
     if each:
         console.print(
@@ -128,7 +128,6 @@ def _by_cost(plan: Plan, console: Console, unit: str) -> None:
 
 
 def _largest(candidate: Candidate, unit: str) -> str:
-    """Returns the three largest parts of a peak."""
     parts = sorted((candidate.parts or {}).items(), key=lambda part: -part[1])[:3]
     return ", ".join(f"{name} {_size(size, unit)}" for name, size in parts if size)
 
@@ -240,22 +239,23 @@ def as_json(plan: Plan, traced: list[Traced] | None = None) -> str:
         "time": asdict(plan.time) if plan.time is not None else None,
         "first_size": plan.first_size,
         "rows": plan.rows,
+        "unread": plan.unread,
     }
     if traced is not None:
         report["traced"] = [_traced(entry) for entry in traced]
     return json.dumps(report, indent=2)
 
 
-def _traced(found: Traced) -> dict[str, Any]:
-    facts = vars(found).copy()
+def _traced(traced: Traced) -> dict[str, Any]:
+    facts = vars(traced).copy()
     candidate = facts.pop("candidate")
     return {
         "launch": candidate.name,
         "kind": candidate.kind,
         **asdict(candidate.setting),
-        "peak": found.peak if found.parts else None,
+        "peak": traced.peak if traced.parts else None,
         "predicted": candidate.peak,
-        "difference": found.difference,
+        "difference": traced.difference,
         **facts,
     }
 

@@ -19,14 +19,13 @@ import torch
 from filelock import FileLock
 from forkserver import ForkServer
 from harness import ROOT
-from ranks import Place, free_port
+from ranks import Place, free_port, lines
 
 from finetune.cli.main import main
 from finetune.config.recipe import load_recipe
 from finetune.diagnostics.doctor import doctor, machine_checks, network_checks
 from finetune.diagnostics.doctor.check_result import Asked, CheckResult, run_probe
 from finetune.distributed import native_ops
-from finetune.distributed.device_selection import Devices
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.launch.predicted_environment import predict_environment
 from finetune.utils import hub_access
@@ -92,8 +91,8 @@ def one_op(**facts: Any) -> dict[str, Callable[[Any], Any]]:
     return {f"finetune.distributed.native_ops.{name}": lambda _, fact=fact: fact for name, fact in found.items()}
 
 
-def of_gpus(number: int) -> Callable[[], Devices]:
-    return lambda: Devices(number)
+def of_gpus(number: int) -> Callable[[], int]:
+    return lambda: number
 
 
 def little_processor(patch: Patch, place: Place) -> Asked:
@@ -109,8 +108,8 @@ def not_there(name: str) -> str:
     raise metadata.PackageNotFoundError(name)
 
 
-NO_GPU = {"machine_checks.of_torch": of_gpus(0), "network_checks.of_torch": of_gpus(0)}
-ONE_GPU = {"machine_checks.of_torch": of_gpus(1), "torch.cuda.get_device_name": lambda index: "H100"}
+NO_GPU = {"machine_checks.visible_gpus": of_gpus(0), "network_checks.visible_gpus": of_gpus(0)}
+ONE_GPU = {"machine_checks.visible_gpus": of_gpus(1), "torch.cuda.get_device_name": lambda index: "H100"}
 NO_ADDRESS = {"network_checks.host_addresses": lambda name: []}
 LOOPBACK = {**NO_GPU, "network_checks.host_addresses": lambda name: ["127.0.1.1"]}
 ELSEWHERE = {
@@ -301,6 +300,7 @@ def sound(monkeypatch: Patch) -> None:
 
 @pytest.mark.usefixtures("sound")
 def test_a_sound_machine(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    place.write("train.jsonl", lines(8))
     words = ["doctor", "--recipe", str(place.recipe()), "--config_file", "accelerate_configs/ddp.yaml"]
     assert main(words) == 0
     shown = capsys.readouterr()
@@ -320,6 +320,7 @@ def test_a_sound_machine(place: Place, capsys: pytest.CaptureFixture[str]) -> No
         (["--recipe", "nowhere.yaml"], "recipe: Cannot read the recipe nowhere.yaml"),
         (["recipes/sample.yaml"], "recipe: got recipes/sample.yaml, but no recipe"),
         (["--recipe", "recipes/sample.yaml", "--", "optim.lrr=1"], "recipe: .*did you mean 'lr'"),
+        (["--recipe", "recipes/sample.yaml", "--", "data.train=/none.txt"], "recipe: There is no file /none.txt"),
     ],
 )
 def test_what_cannot_be_read_is_a_finding(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:

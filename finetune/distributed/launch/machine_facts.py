@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from finetune.config.provenance import flat
 from finetune.config.recipe_schema import NAMES_OF_CODE
+from finetune.distributed.device_selection import visible_gpus
 from finetune.distributed.launch.predicted_environment import PredictedEnvironment
 from finetune.utils.compat.library_versions import PROVEN, installed, minor
 from finetune.utils.import_object import own_files
@@ -32,10 +33,7 @@ _COMPARED = {
     "recipe": ("Recipe", "Start the same command, with the same recipe and values, on every machine."),
     "code": ("Files of finetune", "Install the same finetune on every machine."),
     "own_code": ("Code that the recipe names", "Copy the same files to every machine."),
-    "versions": (
-        "Versions",
-        "Install the same versions on every machine: `make setup`, or one container image.",
-    ),
+    "versions": ("Versions", "Install the same versions on every machine: `make setup`, or one container image."),
     "devices": ("Devices", "Start on machines of one kind."),
 }
 
@@ -132,8 +130,7 @@ def gpu_names() -> list[str]:
     """Returns the names of the GPUs that torch sees."""
     import torch
 
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return [torch.cuda.get_device_name(index) for index in range(count)]
+    return [torch.cuda.get_device_name(index) for index in range(visible_gpus())]
 
 
 def find_differences(machines: Sequence[MachineFacts]) -> list[str]:
@@ -212,11 +209,7 @@ def named_machines(ranks: Sequence[int]) -> str:
 
 
 def find_warnings(machines: Sequence[MachineFacts], clocks_s: Mapping[int, float]) -> list[str]:
-    """Returns sentences on differences with which a launch goes on.
-
-    Args:
-        clocks_s: Seconds that each machine's clock is ahead of the first one's, by rank.
-    """
+    """Returns sentences on differences with which a launch goes on; clocks are ahead of the first one's, by rank."""
     notices, first = [], machines[0]
     for other in machines[1:]:
         pairs = [

@@ -5,7 +5,6 @@ from typing import Any
 
 from finetune.config.recipe import divisors
 from finetune.config.recipe_schema import Recipe
-from finetune.distributed.device_selection import Devices
 from finetune.distributed.launch.launch_config import Launch
 from finetune.utils.compat.library_versions import installed
 from finetune.utils.errors import BackendError
@@ -15,22 +14,18 @@ _ROWS_GROW_BY = 8
 _DEBUG = "TORCH_DISTRIBUTED_DEBUG"
 
 
-def check_devices(launch: Launch, here: Devices, env: Mapping[str, str]) -> None:
-    """Refuses what this machine's devices, and what processes talk by without GPUs, cannot run.
+def check_devices(launch: Launch, gpus: int, env: Mapping[str, str]) -> None:
+    """Raises a `BackendError` for what this machine's GPUs, or what processes talk by without any, cannot run.
 
-    Args:
-        env: A worker's environment.
-
-    Raises:
-        BackendError: With what is missing.
+    `env` is a worker's environment.
     """
     local, detail = int(env.get("LOCAL_WORLD_SIZE", "1")), env.get(_DEBUG, "").upper() == "DETAIL"
-    if here.gpus and local > here.gpus:
+    if gpus and local > gpus:
         raise BackendError(
-            f"{launch.place} starts {local} processes on a machine with {here.gpus} GPU(s); each needs one of its own. "
-            f"Set num_processes (or --num_processes) to {here.gpus}."
+            f"{launch.place} starts {local} processes on a machine with {gpus} GPU(s); each needs one of its own. "
+            f"Set num_processes (or --num_processes) to {gpus}."
         )
-    if here.gpus:
+    if gpus:
         return
     if launch.uses_fsdp and launch.offload_params != "none":
         raise BackendError(
@@ -53,14 +48,7 @@ def check_devices(launch: Launch, here: Devices, env: Mapping[str, str]) -> None
 
 
 def check_recipe(recipe: Recipe, launch: Launch, precision: str) -> None:
-    """Refuses what a recipe asks for and the launch cannot do.
-
-    Args:
-        precision: `fp32`, `bf16` or `fp16`.
-
-    Raises:
-        BackendError: With the key to change.
-    """
+    """Raises a `BackendError` for what a recipe asks for, in fp32, bf16 or fp16, and the launch cannot do."""
     if launch.kind == "zero3" and recipe.model.gradient_checkpointing == "selective":
         raise BackendError(
             f"{launch.place} asks for ZeRO stage 3, which gathers weights inside of what "
@@ -86,11 +74,7 @@ def check_recipe(recipe: Recipe, launch: Launch, precision: str) -> None:
 
 
 def check_packed_weights(recipe: Recipe, launch: Launch, ds_config: Mapping[str, Any]) -> None:
-    """Refuses a cast of all weights to 16 bit where some of them are packed.
-
-    Args:
-        ds_config: The DeepSpeed config, completed; empty for other launches.
-    """
+    """Refuses a cast of all weights to 16 bit where some of them are packed; `ds_config` is completed, or empty."""
     casts = launch.uses_fsdp and launch.mixed_precision != "no"
     casts = casts or any((ds_config.get(name) or {}).get("enabled") for name in ("bf16", "fp16"))
     if casts and recipe.model.quantization is not None:

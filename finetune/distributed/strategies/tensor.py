@@ -85,14 +85,14 @@ def sum_gradients(values: torch.Tensor, group: Group) -> torch.Tensor:
     return apply_passes(values, _same, partial(_sum, group))
 
 
-def sum_outputs(part: torch.Tensor, group: Group) -> torch.Tensor:
+def sum_outputs(values: torch.Tensor, group: Group) -> torch.Tensor:
     """Returns the sum over the group's ranks, on each of them."""
-    return apply_passes(part, partial(_sum, group), _same)
+    return apply_passes(values, partial(_sum, group), _same)
 
 
-def gather_outputs(part: torch.Tensor, group: Group) -> torch.Tensor:
+def gather_outputs(shard: torch.Tensor, group: Group) -> torch.Tensor:
     """Joins the parts of the group's ranks, (..., h / N), to (..., h), on each of them."""
-    return apply_passes(part, partial(_join, group), partial(_own, group))
+    return apply_passes(shard, partial(_join, group), partial(_own, group))
 
 
 def split_inputs(whole: torch.Tensor, group: Group) -> torch.Tensor:
@@ -119,9 +119,9 @@ def _join_tokens(group: Group, tokens: int, part: torch.Tensor) -> torch.Tensor:
 def part_of_tokens(whole: torch.Tensor, fill: int = 0, *, group: Group) -> torch.Tensor:
     """Returns this rank's part of tokens that each has, (n, ...) to (n / N, ...), rounded up and filled up."""
     first, last = _own_tokens(len(whole), group)
-    part = whole[first:last]
-    missing = last - first - len(part)
-    return torch.cat([part, part.new_full((missing, *part.shape[1:]), fill)]) if missing else part.clone()
+    tokens = whole[first:last]
+    missing = last - first - len(tokens)
+    return torch.cat([tokens, tokens.new_full((missing, *tokens.shape[1:]), fill)]) if missing else tokens.clone()
 
 
 def split_gradients(values: torch.Tensor, group: Group) -> torch.Tensor:
@@ -165,16 +165,16 @@ def _same(values: torch.Tensor) -> torch.Tensor:
     return values.view_as(values)
 
 
-def _join(group: Group, part: torch.Tensor) -> torch.Tensor:
-    return torch.cat(gather_parts(part, group), -1)
+def _join(group: Group, shard: torch.Tensor) -> torch.Tensor:
+    return torch.cat(gather_parts(shard, group), -1)
 
 
-def _sum(group: Group, part: torch.Tensor) -> torch.Tensor:
+def _sum(group: Group, values: torch.Tensor) -> torch.Tensor:
     # In fp32: rounded to 16 bit before they are added, parts would lose what the whole product keeps.
-    wide = torch.float32 if part.dtype in (torch.bfloat16, torch.float16) else part.dtype
-    whole = part.to(wide, copy=True, memory_format=torch.contiguous_format)
+    wide = torch.float32 if values.dtype in (torch.bfloat16, torch.float16) else values.dtype
+    whole = values.to(wide, copy=True, memory_format=torch.contiguous_format)
     distributed.all_reduce(whole, group=group.handle)
-    return whole.to(part.dtype)
+    return whole.to(values.dtype)
 
 
 def _own(group: Group, whole: torch.Tensor) -> torch.Tensor:
