@@ -1,9 +1,11 @@
 """Values that ranks sum in a step, and outputs of a step."""
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, fields
 from typing import Any
 
 import torch
+
+from finetune.utils.recorded_figures import Totals
 
 
 class AsyncScalar:
@@ -45,6 +47,19 @@ class StepSync:
     """1 if it is time for a checkpoint by rank 0's clock."""
     computed: float = 0.0
     """Tokens that are computed in this step, learned or not, without padding."""
+    counts: tuple[float, ...] = ()
+    """What each of the task's terms is divided by, (K,)."""
+
+    @classmethod
+    def of(cls, numbers: list[float]) -> "StepSync":
+        """Reads `numbers` back."""
+        size = len(fields(cls)) - 1
+        return cls(*numbers[:size], tuple(numbers[size:]))
+
+    @property
+    def numbers(self) -> list[float]:
+        """All of them in a row, the counts last."""
+        return [*astuple(self)[:-1], *self.counts]
 
 
 @dataclass(frozen=True)
@@ -57,6 +72,10 @@ class StepOutput:
     norm: AsyncScalar
     """The global gradient norm; not finite if the step was skipped."""
     losses: torch.Tensor
-    """This rank's loss sum of each micro-batch."""
+    """This rank's loss sum of each micro-batch: of several terms, of all that are learned."""
     rows: list[Any]
     """This rank's rows of each micro-batch."""
+    sums: torch.Tensor
+    """This rank's sum of each term, (K,) in fp64."""
+    recorded: Totals
+    """What this rank has recorded."""
