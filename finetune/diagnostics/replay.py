@@ -20,7 +20,7 @@ from finetune.config.recipe import load_recipe
 from finetune.config.recipe_schema import CheckpointSection, EvalSection
 from finetune.diagnostics.parity.compare import relative_difference, tolerance_between
 from finetune.models.forward_wrapper import without_training
-from finetune.monitoring.step_all_reduce import StepOutput, StepSync
+from finetune.monitoring.step_all_reduce import StepOutput
 from finetune.optim import lr_schedule
 from finetune.tasks.evaluate_rows import with_window
 from finetune.tasks.task import mean_figures
@@ -213,7 +213,7 @@ def _compare_step(
     taken = _take_step(run, step)
     losses = taken.losses.double()
     values = {
-        "loss": mean_figures(terms, taken.sums.tolist(), StepSync.of(taken.sync.read()).counts)["loss"],
+        "loss": mean_figures(terms, taken.sums.tolist(), taken.read_sync()[1])["loss"],
         "grad_norm": taken.norm.read()[0],
         "lr": lr_schedule.lr_at(step, run.length.num_steps, run.recipe),
         "tokens": run.state.tokens.item(),

@@ -1,6 +1,6 @@
 """Values that ranks sum in a step, and outputs of a step."""
 
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -47,19 +47,6 @@ class StepSync:
     """1 if it is time for a checkpoint by rank 0's clock."""
     computed: float = 0.0
     """Tokens that are computed in this step, learned or not, without padding."""
-    counts: tuple[float, ...] = ()
-    """What each of the task's terms is divided by, (K,)."""
-
-    @classmethod
-    def of(cls, numbers: list[float]) -> "StepSync":
-        """Reads `numbers` back."""
-        size = len(fields(cls)) - 1
-        return cls(*numbers[:size], tuple(numbers[size:]))
-
-    @property
-    def numbers(self) -> list[float]:
-        """All of them in a row, the counts last."""
-        return [*astuple(self)[:-1], *self.counts]
 
 
 @dataclass(frozen=True)
@@ -68,7 +55,7 @@ class StepOutput:
 
     step: int
     sync: AsyncScalar
-    """Sums over the ranks, as `StepSync`."""
+    """Sums over the ranks: those of `StepSync`, and behind them what each of the task's terms is divided by, (K,)."""
     norm: AsyncScalar
     """The global gradient norm; not finite if the step was skipped."""
     losses: torch.Tensor
@@ -79,3 +66,8 @@ class StepOutput:
     """This rank's sum of each term, (K,) in fp64."""
     recorded: Totals
     """What this rank has recorded."""
+
+    def read_sync(self) -> tuple[StepSync, list[float]]:
+        """Returns the sums over the ranks, and what each term is divided by."""
+        numbers, size = self.sync.read(), len(fields(StepSync))
+        return StepSync(*numbers[:size]), numbers[size:]

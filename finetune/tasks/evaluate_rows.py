@@ -96,7 +96,7 @@ def evaluate_rows(
                 values = sums.new_zeros(len(rows), of_rows.shape[1])
             if share.size and mesh.counts_loss:
                 sums += found.double()
-                if values is not None:
+                if values is not None and of_rows is not None:
                     values[share] = of_rows.double()
             advance(share.size)
     values = None if values is None else backend.all_reduce_sum(values)

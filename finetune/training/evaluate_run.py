@@ -68,11 +68,11 @@ def _evaluate(run: BuiltRun) -> bool:
         )
         if result is None:
             return False
-        evaluated, values = result
+        evaluated, of_rows = result
         if run.metrics and not task.text:
-            if values is None:
+            if of_rows is None:
                 raise RecipeError("eval.metrics: the task's `evaluation` gives no class of each row.")
-            evaluated.whole.update(_score_classes(run, rows, values))
+            evaluated.whole.update(_score_classes(run, rows, of_rows))
     figures = evaluated.whole
     if run.prompts:
         scores = _score_texts(run)

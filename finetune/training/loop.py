@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 from typing import Any
 
@@ -83,7 +83,7 @@ def _take_steps(run: BuiltRun) -> Iterator[Step]:
             run.watch.step_taken(state.step)
             peak_memory.step_taken()
             look_at_profile(run)
-            sync = StepSync.of(output.sync.read())
+            sync, _ = output.read_sync()
             state.computed += sync.computed
             run.checkpoints.step_taken(output.step, sync)
             check_nonfinite(run, output)
@@ -212,16 +212,14 @@ def seed_torch(*parts: int) -> None:
 
 
 def _all_reduce_sync(run: BuiltRun, window: Window) -> torch.Tensor:
-    """The one all-reduce of a step: what all ranks tell each other, as `StepSync`."""
+    """The one all-reduce of a step: what all ranks tell each other; see `StepOutput.sync`."""
     here = run.backend.mesh.counts_rows
     sync = StepSync(
         targets=here * window.counts["targets"],
         computed=here * window.num_computed,
         rows=here * window.checksum,
         stop=float(run.shutdown.requested),
-        counts=tuple(float(here * window.counts[term.counts]) for term in run.task.terms),
         **run.checkpoints.sync_flags(),
     )
-    return run.backend.all_reduce_sum(
-        tensor_to_device(torch.tensor(sync.numbers, dtype=torch.float64), run.backend.device)
-    )
+    numbers = [*astuple(sync), *(here * window.counts[term.counts] for term in run.task.terms)]
+    return run.backend.all_reduce_sum(tensor_to_device(torch.tensor(numbers, dtype=torch.float64), run.backend.device))

@@ -49,7 +49,7 @@ def _evaluate(
     """Returns `function(network, batch)`; names the architecture whose own code cannot run what it is given."""
     try:
         with without_training(model):
-            (result,) = backend.evaluate_batches(model, function, [batch])
+            result: torch.Tensor = next(backend.evaluate_batches(model, function, [batch]))
         return result
     except (FinetuneError, torch.OutOfMemoryError, torch.distributed.DistError):
         raise

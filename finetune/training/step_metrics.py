@@ -15,7 +15,7 @@ from finetune.distributed.backend import Backend
 from finetune.monitoring.flops import peak_flops
 from finetune.monitoring.metrics import peak_memory_gib
 from finetune.monitoring.rank_progress import OUTSIDE
-from finetune.monitoring.step_all_reduce import StepOutput, StepSync
+from finetune.monitoring.step_all_reduce import StepOutput
 from finetune.planning.planner import candidates_of
 from finetune.tasks.task import mean_figures
 from finetune.training import profiler
@@ -52,7 +52,7 @@ def log_step(run: BuiltRun, lr: float, output: StepOutput) -> dict[str, Any] | N
             f"Ranks record other figures in step {state.step}; this one records {', '.join(names) or 'none'}. Record "
             "the same names on every rank in each step, with 0 where there is nothing."
         )
-    means = mean_figures(run.task.terms, sums, StepSync.of(output.sync.read()).counts)
+    means = mean_figures(run.task.terms, sums, output.read_sync()[1])
     loss, recorded = means["loss"], _recorded(backend, output, names)
     state.log_here()
     steps, seconds = state.step - before.step, max(sum(split.values()), 1e-9)

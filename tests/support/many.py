@@ -45,7 +45,7 @@ def _faults(name: str) -> dict[str, tuple[Any, str, Any]]:
     def own_mean(self: Backend, values: Any) -> Any:
         counts = values.flatten()[-1] * self.world_size  # The sum is in place.
         summed = total(self, values)
-        if summed.numel() == len(fields(StepSync)):
+        if summed.numel() == len(fields(StepSync)) + 1:
             summed[-1] = counts
         return summed
 
