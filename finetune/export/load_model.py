@@ -89,7 +89,7 @@ class LoadedModel:
             )
         config = lora_adapters.config_of(self.network)
         if config.problem_type == "multi_label_classification" or (
-            config.num_labels > 1 and self.task.loss_and_numbers is not None
+            config.num_labels > 1 and self.task.rows.labels == "number"
         ):
             raise RecipeError(
                 f"{folder} gives several classes or numbers for a document, as its config.json says (problem_type "

@@ -5,12 +5,14 @@ from torch import nn
 from torch.nn import functional
 from transformers import PretrainedConfig
 
+from finetune.config.recipe import NUMBER_FIGURES
 from finetune.config.recipe_schema import Recipe
 from finetune.data.rows.kinds import numbers
 from finetune.models.model_config import resolve_model_config
 from finetune.tasks.build_task import transformers_task
 from finetune.tasks.classification import HEAD, class_scores, set_padding
-from finetune.tasks.task import Batch, TaskData
+from finetune.tasks.metrics import figures_of_numbers
+from finetune.tasks.task import Batch, Evaluation, TaskData
 
 
 def _build_config(recipe: Recipe, ready: TaskData | None) -> PretrainedConfig:
@@ -32,9 +34,9 @@ def _squared_error(numbers: torch.Tensor, batch: Batch) -> torch.Tensor:
     return functional.mse_loss(numbers[:, 0], batch["targets"].float(), reduction="sum")
 
 
-def _loss_and_numbers(network: nn.Module, batch: Batch) -> torch.Tensor:
+def _evaluate(network: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     numbers = class_scores(network, batch)
-    return torch.cat((_squared_error(numbers, batch).reshape(1), numbers[:, 0]))
+    return _squared_error(numbers, batch).reshape(1), torch.stack((numbers[:, 0], batch["targets"].float()), 1)
 
 
 REGRESSION = transformers_task(
@@ -42,6 +44,6 @@ REGRESSION = transformers_task(
     _build_config,
     numbers.KIND,
     loss_sum=_loss_sum,
-    loss_and_numbers=_loss_and_numbers,
+    evaluation=Evaluation(_evaluate, figures=NUMBER_FIGURES, figures_of=figures_of_numbers),
     scores=class_scores,
 )

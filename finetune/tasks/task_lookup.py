@@ -67,7 +67,7 @@ def find_task(recipe: Recipe) -> Task:
     from finetune.tasks.build_task import check_losses
 
     # What counts hits computes the task's own loss by the way.
-    task = replace(task, loss_sum=loss, loss_and_correct=None, loss_and_numbers=None, figures_of_counts=None)
+    task = replace(task, loss_sum=loss, terms=Task.terms, evaluation=None, window=None)
     return check_losses(task, f"task.loss: '{recipe.task.loss}'")
 
 

@@ -47,7 +47,7 @@ from finetune.monitoring.shutdown import ShutdownHandler
 from finetune.monitoring.trackers import Trackers
 from finetune.optim import optimizers
 from finetune.planning.planner import candidates_of
-from finetune.tasks.build_task import without_validation
+from finetune.tasks.build_task import check_counts, without_validation
 from finetune.tasks.metrics import Metric, build_metrics
 from finetune.tasks.prompt_set import Prompt, read_prompts
 from finetune.tasks.task import Task, TaskData
@@ -192,6 +192,9 @@ def _build_watched(plan: RunPlan, watch: RankWatch, quiet: bool) -> BuiltRun:
         length=inputs.length,
         prompts=inputs.prompts,
         metrics=inputs.metrics,
+        term_weights=torch.tensor(
+            [term.weight for term in inputs.task.terms if term.weight], dtype=torch.float64, device=backend.device
+        ),
         model=built.model,
         optimizer=built.optimizer,
         feed=TokenFileFeed(
@@ -204,7 +207,7 @@ def _build_watched(plan: RunPlan, watch: RankWatch, quiet: bool) -> BuiltRun:
             data_size=backend.mesh.data_size,
             data_rank=backend.mesh.data_rank,
         ),
-        state=TrainState.resumed(recipe, resume, backend),
+        state=TrainState.resumed(recipe, resume, backend, len(inputs.task.terms)),
         resume=resume,
         identity=identity,
         directory=directory,
@@ -243,6 +246,7 @@ def _read_inputs(recipe: Recipe, quiet: bool) -> Inputs:
     if task.head is None and task.build_skeleton is not None:
         settle_parameters(task.build_skeleton(recipe, None))  # refused before data is read
     data = task.build_data(recipe, quiet)
+    check_counts(task, data)
     if recipe.sample is not None and task.rows.writes_text:
         # Refused before the first step, not after the last.
         variables = recipe.chat.template_args if recipe.chat is not None else None
