@@ -11,10 +11,9 @@ from finetune.config.recipe_schema import Recipe, Source
 from finetune.data.chat.chat_encoder import ChatEncoder
 from finetune.data.chat.chat_templates import find_template
 from finetune.data.class_labels import KnownClasses
-from finetune.data.rows.kinds import classes
-from finetune.data.rows.kinds import documents as texts_kind
+from finetune.data.rows.kinds import classes, documents
 from finetune.data.sources.column_names import guess_chat_fields, guess_field
-from finetune.data.sources.conversation_formats import AS_IT_IS, RecordForm, Tolerance, find_format
+from finetune.data.sources.conversation_formats import AS_IT_IS, RecordForm, find_format
 from finetune.data.sources.corpus import open_source
 from finetune.data.tokenization.tokenizer import Encoder, load_tokenizer
 from finetune.utils.errors import DataError
@@ -98,28 +97,23 @@ def survey_source(path: str, kind: Kind | None = None, given: Mapping[str, Any] 
     Raises:
         DataError: If it cannot be read as that, or as anything.
     """
-    raw = RecordForm(
-        AS_IT_IS, (given or {}).get("fields", {}), {}, "text", strip=True, tolerance=Tolerance(lenient=False)
-    )
+    raw = RecordForm(AS_IT_IS, (given or {}).get("fields", {}))
     split = {"split": given["split"]} if given and "split" in given else {}
     first = [*itertools.islice(open_source(Source(path=path, **split), form=raw).documents(), _LOOKED_AT)]
     if not first:
         raise DataError(f"{path} holds no documents. Name a file with some.")
     record_kind, keys = _describe([json.loads(document.text) for document in first], kind, given or {}, first[0].where)
     keys |= split
-    tolerance = Tolerance(lenient=False)
-    form = None
-    if record_kind == "conversations":
-        form = RecordForm("auto", keys.get("fields", {}), {}, "text", strip=True, tolerance=tolerance)
-    rows, source = classes.KIND if record_kind == "labelled" else texts_kind.KIND, Source(path=path, **keys)
+    form = RecordForm("auto", keys.get("fields", {})) if record_kind == "conversations" else None
+    rows, source = classes.KIND if record_kind == "labelled" else documents.KIND, Source(path=path, **keys)
     corpus = open_source(source, rows.fields(source, form=form, source=_SOURCE))
-    documents = corpus.documents()
+    read = corpus.documents()
     texts: list[str] = []
     labels: Counter[int | str] = Counter()
     places: dict[type, tuple[int | str, str]] = {}
     count = 0
     # Classes are counted, so all labels are read.
-    for document in documents if record_kind == "labelled" else itertools.islice(documents, _MOST_READ):
+    for document in read if record_kind == "labelled" else itertools.islice(read, _MOST_READ):
         count += 1
         if len(texts) < _MOST_TOKENISED:
             texts.append(document.text)
@@ -129,7 +123,7 @@ def survey_source(path: str, kind: Kind | None = None, given: Mapping[str, Any] 
                 places.setdefault(type(label), (label, document.where))
     if kind is None and "label_field" not in (given or {}) and len(labels) > max(_MOST_CLASSES, count // 10):
         return survey_source(path, "text", given)
-    whole = record_kind == "labelled" or next(documents, None) is None
+    whole = record_kind == "labelled" or next(read, None) is None
     if not whole and corpus.size:
         count = max(count, round(count * corpus.size / max(1, corpus.meter.done)))
     names = corpus.fields.classes
@@ -221,14 +215,7 @@ def token_lengths(survey: SourceSurvey, recipe: Recipe) -> list[int]:
         lengths = Encoder(tokenizer, num_workers=None).encode([text.encode() for text in survey.texts]).lengths
         return [int(length) + 2 for length in lengths]
     template = find_template(tokenizer, recipe.chat.template, recipe.chat.template_args)
-    encoder = ChatEncoder(
-        tokenizer,
-        template,
-        recipe.chat,
-        row_length=1 << 30,
-        around=(None, None),
-        tolerance=Tolerance(lenient=False),
-    )
+    encoder = ChatEncoder(tokenizer, template, recipe.chat, row_length=1 << 30)
     where = f"{survey.path}, conversation"
     return [encoder.encode(text.encode(), f"{where} {n}").ids.size for n, text in enumerate(survey.texts, start=1)]
 

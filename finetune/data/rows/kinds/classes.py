@@ -10,7 +10,7 @@ from finetune.config.recipe import CLASS_METRICS
 from finetune.config.recipe_schema import DataSection, Recipe
 from finetune.data.class_labels import ClassList
 from finetune.data.rows import packed_rows
-from finetune.data.rows.kinds.row_kind import Arrays, Example, Numbers, RowKind, TokenRows, pad
+from finetune.data.rows.kinds.row_kind import Arrays, Numbers, RowKind, Shown, TokenRows, pad
 from finetune.data.rows.packed_rows import PackedRows
 from finetune.data.tokenization.memmap import Int64s
 from finetune.data.tokenization.special_tokens import truncate_pair, wrapping_of
@@ -43,9 +43,7 @@ def read_texts(rows: TokenRows, numbers: Numbers) -> Arrays:
         if around.types is not None:
             each = [1] * len(around.before), kept, [1] * len(around.between), then, [1] * len(around.behind)
             types.append(np.repeat(around.types, np.hstack(each)).tolist())
-    batch = {"input_ids": pad(ids, rows.padding_id, rows.row_length)}
-    batch["attention_mask"] = pad([[1] * len(one) for one in ids], 0, rows.row_length)
-    return {**batch, "token_type_ids": pad(types, 0, rows.row_length)} if types else batch
+    return {**rows.pad(ids), **({"token_type_ids": pad(types, 0, rows.row_length)} if types else {})}
 
 
 def weigh(rows: TokenRows, targets: npt.NDArray[Any]) -> Arrays:
@@ -77,10 +75,10 @@ def count_classes(classes: npt.NDArray[Any], names: Sequence[str]) -> dict[str, 
     return {"classes": dict(zip(names, counts, strict=True))}
 
 
-def _examples(rows: TokenRows, row: int, names: Sequence[str]) -> Iterator[Example]:
+def _examples(rows: TokenRows, row: int, names: Sequence[str]) -> Iterator[Shown]:
     batch = batch_texts(rows, np.array([row]))
     ids, value = batch["input_ids"][batch["attention_mask"] == 1], batch["targets"].item()
-    yield Example(ids, np.full(ids.size, False), ("class", names[value]) if names else ("number", f"{value:g}"))
+    yield Shown(ids, np.full(ids.size, False), ("class", names[value]) if names else ("number", f"{value:g}"))
 
 
 KIND = RowKind(

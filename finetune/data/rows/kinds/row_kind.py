@@ -31,7 +31,7 @@ Numbers = npt.NDArray[np.integer]
 Arrays = dict[str, npt.NDArray[Any]]
 
 
-class Example(NamedTuple):
+class Shown(NamedTuple):
     """A document of a row, to be shown."""
 
     ids: npt.NDArray[np.integer]
@@ -77,7 +77,7 @@ class RowKind(RowFacts):
     """Fields of a `SplitReport`: counts of classes, of which the names are given, or figures of numbers."""
     shown_as: str = "learned tokens are"
     """What examples mark, for people."""
-    examples: Callable[["TokenRows", int, Sequence[str]], Iterator[Example]] = _absent
+    examples: Callable[["TokenRows", int, Sequence[str]], Iterator[Shown]] = _absent
     """Documents of a row to be shown, given its number and the names of classes."""
 
     def fields(self, source: Source, /, *, labels: bool = True, **options: Any) -> Fields:
@@ -142,6 +142,11 @@ class TokenRows:
     def longest(self) -> Int64s:
         """All row numbers, those with the most tokens first."""
         return np.argsort(-self.widths, kind="stable")
+
+    def pad(self, lists: Sequence[Sequence[int]]) -> Arrays:
+        """Tokens of some texts as `input_ids` and `attention_mask`, (B, L) int64."""
+        ids, lengths = pad(lists, self.padding_id, self.row_length), np.array([len(one) for one in lists])
+        return {"input_ids": ids, "attention_mask": (np.arange(ids.shape[1]) < lengths[:, None]).astype(np.int64)}
 
     @cached_property
     def widths(self) -> Int64s:
