@@ -161,12 +161,16 @@ def test_names_of_roles_and_unread_fields() -> None:
         "rejected": [{"role": "me", "content": "Hello"}, *BAD],
     }
     assert read(turns, roles={"me": "user"}) == [Preference(ASK, GOOD, BAD)]
-    reader = form()
-    reader.read({"prompt": "Hello", "chosen": "Hi", "rejected": "Go", "source": "x"}, "here")
-    assert reader.form.unread == {"source"}
+    for chat in (True, False):
+        reader = form(chat=chat)
+        reader.read({**PAIR, "source": "x"}, "here")
+        assert reader.form.unread == {"source"}
+    (found,) = read({**PAIR, "chosen": GOOD, "rejected": BAD, "system": "Be brief."})
+    assert found == Preference(SYSTEM + ASK, GOOD, BAD)
 
 
 PAIR = {"prompt": "Hello", "chosen": "Hi", "rejected": "Go"}
+BYE, SYSTEM = [{"role": "user", "content": "Bye"}], [{"role": "system", "content": "Be brief."}]
 
 
 @pytest.mark.parametrize(
@@ -182,7 +186,7 @@ PAIR = {"prompt": "Hello", "chosen": "Hi", "rejected": "Go"}
         ({"chosen": ASK, "rejected": ASK + BAD}, "line 3, chosen: the answer is empty"),
         ({**PAIR, "chosen": "Go"}, "line 3: both answers are the same. Remove the record."),
         ({**PAIR, "chosen": 7}, "line 3, chosen: an answer is a text or turns, got a number."),
-        ({"chosen": "Hello: Hi", "rejected": "Hello: Go"}, "there is no prompt; the fields are chosen, rejected"),
+        ({"chosen": "Hello: Hi", "rejected": "Hello: Go"}, "of chosen, rejected, none is a prompt. Name it"),
         (
             {"chosen": ASK + GOOD, "rejected": [{"role": "user", "content": "Hey"}, *BAD]},
             "line 3, turn 1: the answers are to different prompts, or to none.",
@@ -191,7 +195,18 @@ PAIR = {"prompt": "Hello", "chosen": "Hi", "rejected": "Go"}
             {"prompt": "Hey", "chosen": ASK + GOOD, "rejected": ASK + BAD},
             "line 3, chosen, prompt: the answers are to different prompts",
         ),
-        ({"prompt": ASK, "chosen": ASK, "rejected": BAD}, "line 3"),
+        (
+            {"chosen": ASK + GOOD + ASK + GOOD, "rejected": ASK + GOOD + BYE + BAD},
+            "line 3, turn 3: the answers are to diff",
+        ),
+        ({"chosen": GOOD, "rejected": BAD}, "line 3, turn 1: the answers are to different prompts, or to none."),
+        ({**PAIR, "chosen": GOOD, "rejected": SYSTEM + BAD}, "line 3, turn 1: the answers are to different prompts"),
+        (
+            {**PAIR, "chosen": GOOD, "rejected": BYE + GOOD + ASK + BAD},
+            "line 3, turn 1: the answers are to different prompts",
+        ),
+        ({"prompt": ASK, "chosen": ASK, "rejected": BAD}, "line 3, chosen: the answer is empty"),
+        ({"text": "A", "label": True}, "line 3, completion: there is no answer; the fields are text, label."),
         ({"chosen": ASK + GOOD + ASK, "rejected": ASK + BAD}, "chosen: an answer ends with a turn of the assistant"),
         (
             {**PAIR, "weight": 0},
@@ -216,7 +231,7 @@ PAIR = {"prompt": "Hello", "chosen": "Hi", "rejected": "Go"}
         ({"messages": ASK + GOOD, "kto_tag": 2}, "'kto_tag' is '2'; it is true"),
         ({"messages": ASK, "label": True}, "line 3, completion: the answer is empty"),
         ({"prompt": "A", "completion": None, "label": True}, "line 3"),
-        ({"prompt": "A", "chosen": "B"}, "the fields are prompt, chosen, and a preference has `chosen` and `rejected`"),
+        ({"prompt": "A", "chosen": "B"}, "the fields are prompt, chosen. A preference has `chosen` and `rejected`, `"),
         (
             {"prompt": [{"role": "x", "content": "A"}], "chosen": GOOD, "rejected": BAD},
             "chosen, turn 1: the role is 'x'",

@@ -10,6 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from plain_preferences import Labelled, both_answers, train_dpo, train_kto
+from plain_preferences import Pair as PlainPair
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from finetune.config.preference_losses import LOSSES, SORTED_LOSSES, problems
 from finetune.tasks.preferences.objectives import (
@@ -447,3 +450,51 @@ def test_bad_hyperparameters(task: str, keys: dict[str, Any], said: str) -> None
 )
 def test_good_hyperparameters(task: str, keys: dict[str, Any]) -> None:
     assert problems(task, keys) == []
+
+
+def tiny() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=32, num_hidden_layers=1, **sizes)).eval()
+
+
+def ids(*lengths: int) -> list[list[int]]:
+    return [[(7 * n + 3 * t) % 31 + 1 for t in range(n)] for n in lengths]
+
+
+def test_the_plain_loop_learns_pairs() -> None:
+    batches = [
+        [PlainPair(*ids(3, 5, 2)), PlainPair(*ids(4, 1, 6))],
+        [PlainPair(*ids(2, 3, 4)), PlainPair(*ids(6, 7, 5))],
+    ]
+    plain = train_dpo(tiny(), batches * 3, beta=0.5, lr=1e-2)
+    assert plain.losses[0] == pytest.approx(math.log(2))
+    assert plain.losses[-1] < 0.6
+    ours = train_dpo(
+        tiny(),
+        batches * 3,
+        loss=lambda w, r: pair_loss("sigmoid", Pair(w, r), *[pair(*[[0.0] * 2] * 2)] * 2, beta=0.5),
+        lr=1e-2,
+    )
+    np.testing.assert_allclose(ours.losses, plain.losses, rtol=1e-6)
+    # The number of padding tokens, and of rows beside it, is no matter.
+    sums = both_answers(tiny(), batches[0])
+    torch.testing.assert_close(sums[:, 1:], both_answers(tiny(), batches[0][1:]))
+    nll = tiny()(input_ids=torch.tensor([ids(4)[0] + ids(6)[0]]), labels=torch.tensor([[-100] * 4 + ids(6)[0]])).loss
+    torch.testing.assert_close(sums[1, 1], -6 * nll)
+    mixed = train_dpo(tiny(), batches, beta=0.5, sft_weight=2.0, lr=1e-2)
+    assert mixed.losses[0] == pytest.approx(math.log(2) - 2 * sums[0].sum().item() / 6)
+
+
+def test_the_plain_loop_learns_labels() -> None:
+    batch = [Labelled(*ids(3, 5, 2), True), Labelled(*ids(4, 1, 6), False), Labelled(*ids(2, 3, 4), True)]
+    plain = train_kto(tiny(), [batch] * 4, 0.5, (1.5, 0.5), lr=1e-2)
+    assert plain.losses[0] == pytest.approx((1.5 + 0.5 + 1.5) * 0.5 / 3)
+    assert plain.losses[-1] < plain.losses[0] - 0.02
+    model = tiny()
+    reference = both_answers(model, batch).detach()
+    model.load_state_dict(plain.weights)
+    ratios, others = both_answers(model, batch) - reference
+    labels = torch.tensor([row.desirable for row in batch])
+    loss = kto(ratios, labels, baseline(others), 0.5, (1.5, 0.5)).mean()
+    assert train_kto(tiny(), [batch] * 5, 0.5, (1.5, 0.5), lr=1e-2).losses[-1] == pytest.approx(loss.item(), rel=1e-6)

@@ -143,12 +143,11 @@ class PreferenceForm:
             _refuse(truth is None, "label", f"{where}: {said}. Mend the record.")
             yield self._preference(record, {"completion": record.get("completion", ABSENT)}, where, label=truth)
         else:
-            raise InvalidConversation(
-                "missing field",
-                f"{where}: the fields are {', '.join(record) or 'none'}, and a preference has `chosen` and `rejected`, "
-                "or `completions` and `scores` or `ranks`, or an answer and its `label`. Name them in the source's "
-                "`fields`, such as {prompt: question, chosen: better, rejected: worse}.",
+            said = (
+                "A preference has `chosen` and `rejected`, `completions` and `scores` or `ranks`, or a `label`. Name "
             )
+            said += "them in the source's `fields`, such as {prompt: question, chosen: better, rejected: worse}."
+            _refuse(True, "missing field", f"{where}: the fields are {', '.join(record) or 'none'}. {said}")
 
     def _ranked(self, record: Mapping[str, Any], where: str) -> list[tuple[tuple[float, Any], tuple[float, Any]]]:
         """Returns pairs of answers with their scores, the better one first."""
@@ -203,16 +202,12 @@ class PreferenceForm:
         rest: dict[str, Any] = {key: value for key, value in record.items() if key not in _OWN}
         prompt = next((rest[name] for name in _TURNS if name in rest), ABSENT)
         turns = [answer] if isinstance(answer, Mapping) else answer
-        behind: int | None = None
-        """Number of messages of the answer, if the prompt is given."""
+        behind: int | None = None  # messages of the answer, if the prompt is given
         if isinstance(turns, str) and not isinstance(prompt, list):
             name = next((name for name in _ANSWERS if name in rest), None)
             if name is None:
-                raise InvalidConversation(
-                    "missing field",
-                    f"{where}: there is no prompt; the fields are {', '.join(record)}. Name it in the source's "
-                    "`fields`; texts that contain their prompt are read without `chat` in the recipe.",
-                )
+                said = "Name it in the source's `fields`; texts that contain it are read without `chat` in the recipe."
+                raise InvalidConversation("missing field", f"{where}: of {', '.join(record)}, none is a prompt. {said}")
             rest[_ANSWERS[name]], behind = turns, 1
         elif isinstance(turns, str | list):
             rest = {key: value for key, value in rest.items() if key not in _TURNS}
