@@ -17,7 +17,7 @@ from finetune.config.recipe import hint
 from finetune.config.recipe_schema import Recipe
 from finetune.utils import json_files
 from finetune.utils.errors import CheckpointError, DataError, FinetuneError, RecipeError
-from finetune.utils.file_formats import GGUF, format_of
+from finetune.utils.file_formats import GGUF, HTML, PARQUET, format_of, holds_text
 
 Kind = Literal["run", "checkpoint", "adapter", "gguf", "dataset", "tokenizer", "model"]
 Wanted = Literal["run", "model", "tokenizer", "data"]
@@ -56,6 +56,8 @@ _ADVICE: dict[Wanted, dict[Kind, str]] = {
 }
 DATA_SUFFIXES = (".txt", ".jsonl", ".json", ".parquet", ".csv", ".tsv", ".conll", ".conllu")
 """Endings of files that hold documents."""
+_SAVED = "a directory written by `datasets`' save_to_disk"
+_COMPRESSED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bzip2", ".xz": "xz", ".lz4": "lz4", ".zip": "zip"}
 _SHARD = re.compile(r"(?:^|/)(\w+)-\d{5}-of-\d{5}[^/]*$")
 _SPLITS = {
     "train": ("train", "training"),
@@ -175,7 +177,7 @@ def _run_of(path: Path) -> Path | None:
 def check_paths(recipe: Recipe) -> None:
     """Checks that the data files and model directories that a recipe names are there.
 
-    Names on the hub are not looked up, and nothing is read. A custom task may mean something else by these keys,
+    Names on the hub are not looked up, and at most a file's first bytes are read. A custom task may mean something else by these keys,
     so nothing is checked for it.
 
     Raises:
@@ -263,7 +265,8 @@ def find_files(given: str, split: str | None = None) -> list[Path]:
         split: The split whose files are wanted, which are named as `datasets` knows them; None if there are none.
 
     Raises:
-        DataError: If there is nothing, something that is neither a file nor a directory, or not that split.
+        DataError: If there is nothing, something that is neither a file nor a directory, a file whose name is of no
+            format that is read, or not that split.
     """
     if (scheme := re.match(r"([a-z][a-z0-9+.-]+)://(datasets/([^/@]+/[^/@]+))?", given)) is not None:
         hub = f", or name the hub's data set as `hub`: {scheme[3]}" if scheme[1] == "hf" and scheme[3] else ""
@@ -281,7 +284,7 @@ def find_files(given: str, split: str | None = None) -> list[Path]:
         if not found_below:
             raise DataError(
                 f"{given} holds no file that can be read, nor do the folders in it. Allowed are "
-                f"{', '.join(DATA_SUFFIXES)}, or a directory written by `datasets`' save_to_disk."
+                f"{', '.join(DATA_SUFFIXES)}, or {_SAVED}."
             )
         names = list(map(str, found_below))
     if not names:
@@ -309,12 +312,39 @@ def find_files(given: str, split: str | None = None) -> list[Path]:
             )
         if (wrong := why_not(path, "data")) is not None:
             raise DataError(wrong)
+        if path.suffix.lower() not in DATA_SUFFIXES and stat.S_ISREG(mode):
+            check_format(path)
     if files[0].is_dir():
         return files
     above = Path(os.path.commonpath([path.parent for path in files]))
     splits = {path: split_of(path.relative_to(above)) for path in files}
     check_split(given, split, {name for name in splits.values() if name is not None})
     return [path for path in files if split in (None, splits[path])]
+
+
+def check_format(path: Path) -> None:
+    """Checks that a file is of a format that a source reads, by its first bytes and its name.
+
+    Raises:
+        DataError: If it is not, or cannot be read.
+    """
+    suffix, allowed = path.suffix.lower(), f"Allowed are {', '.join(DATA_SUFFIXES)}, or {_SAVED}."
+    with DataError.explaining(f"{path} cannot be read", "Check data.train and data.validation.", OSError):
+        file_format = format_of(path)
+        if file_format == HTML and suffix == ".txt":
+            file_format = None  # a text like any other
+        if file_format is not None and not (file_format == PARQUET and suffix == ".parquet"):
+            though = f", though its name ends in {path.suffix}" if suffix in DATA_SUFFIXES else ""
+            raise DataError(f"{path} is {file_format.name}{though}. {file_format.advice} {allowed}")
+        if suffix in (".parquet", *_COMPRESSED) and file_format is None and holds_text(path):
+            raise DataError(
+                f"{path} is not a readable {_COMPRESSED.get(suffix, 'Parquet')} file: it holds text. Give it a name "
+                f"that says what it is. {allowed}"
+            )
+    if suffix not in DATA_SUFFIXES:
+        raise DataError(
+            f"{path} ends in '{path.suffix}', which is no format that can be read. Convert the file. {allowed}"
+        )
 
 
 def split_of(name: Path) -> str | None:

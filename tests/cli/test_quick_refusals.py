@@ -26,6 +26,10 @@ def test_refusals_import_no_torch(tmp_path: Path) -> None:
     model, recipe, text = testdata.MODEL, str(ROOT / "recipes" / "sample.yaml"), tmp_path / "texts.txt"
     text.write_text("Once upon a time.\n")
     odd = ["--config_file", "ddp", "--num_processes", "3"]
+    table, packed, unknown = tmp_path / "table.xlsx", tmp_path / "texts.jsonl.gz", tmp_path / "texts.pages"
+    table.write_bytes(b"PK\x03\x04xl/")
+    packed.write_bytes(b"\x1f\x8b")
+    unknown.write_text("Once upon a time.\n")
     (tmp_path / "run").mkdir()
     (tmp_path / "full" / "model").mkdir(parents=True)
     (tmp_path / "full" / "recipe.yaml").write_text("{data: {train: [{sample: 9}]}, length: {steps: 1}}")
@@ -64,11 +68,18 @@ def test_refusals_import_no_torch(tmp_path: Path) -> None:
         ["plan", recipe, "--links", "/nonesuch"],
         ["plan", recipe, "--links", str(text)],
         ["explain", recipe, *odd],
+        *(["data", recipe, f"data.train={file}"] for file in (table, packed, unknown)),
+        ["train", recipe, f"data.train={unknown}"],
+        ["eval", model, "--data", str(packed)],
+        ["predict", model, str(table)],
+        *(["doctor", "--recipe", recipe, f"data.train={path}", "--machines"] for path in ("/nonesuch.txt", unknown)),
     ]
     code, output = run([sys.executable, "-c", _PROGRAM, json.dumps(refused)], cwd=tmp_path, env=environment())
     assert code == 0, output[-3000:]
     found = [json.loads(line) for line in output.splitlines() if line.startswith("[")]
-    assert dict(zip(map(" ".join, refused), found, strict=True)) == {" ".join(words): [2, False] for words in refused}
+    expected = {" ".join(words): [1 if words[0] == "doctor" else 2, False] for words in refused}
+    assert dict(zip(map(" ".join, refused), found, strict=True)) == expected
+    assert f"FAILURE  recipe: {unknown} ends in '.pages', which is no format that can be read." in output
 
 
 def test_gguf_is_gguf_f16(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -320,6 +320,7 @@ def test_a_sound_machine(place: Place, capsys: pytest.CaptureFixture[str]) -> No
         (["--recipe", "nowhere.yaml"], "recipe: Cannot read the recipe nowhere.yaml"),
         (["recipes/sample.yaml"], "recipe: got recipes/sample.yaml, but no recipe"),
         (["--recipe", "recipes/sample.yaml", "--", "optim.lrr=1"], "recipe: .*did you mean 'lr'"),
+        (["--recipe", "recipes/sample.yaml", "--", "data.train=/none.txt"], "recipe: There is no file /none.txt"),
     ],
 )
 def test_what_cannot_be_read_is_a_finding(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,12 +1,14 @@
 """Runs all checks of `finetune doctor` and shows their results."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
 from rich.console import Console
 
 from finetune.config.recipe import load_recipe
+from finetune.config.recipe_paths import check_paths
 from finetune.diagnostics.doctor import machine_checks, network_checks
 from finetune.diagnostics.doctor.check_result import Asked, CheckResult, failure
 from finetune.distributed.launch.predicted_environment import predict_environment
@@ -47,24 +49,31 @@ def read_request(
     options: Mapping[str, str],
     env: Mapping[str, str],
 ) -> tuple[Asked, list[CheckResult]]:
-    """Reads recipe and launch file; one that cannot be read is a result, and the rest is checked all the same."""
+    """Reads recipe and launch file, and looks for the files that the recipe names, before anything slow is imported.
+
+    What cannot be read is a result, and the rest is checked all the same.
+    """
     values: dict[str, Any] = {}
     problems: list[CheckResult] = []
 
-    def read(name: str, what: str, reader: Callable[[], object]) -> None:
+    @contextmanager
+    def reported(what: str) -> Iterator[None]:
         try:
-            values[name] = reader()
+            yield
         except FinetuneError as error:
             texts = [line.strip() for line in error.lines if line.startswith("  ")] or [str(error)]
             problems.extend(failure(what, text) for text in texts)
 
     if recipe is not None:
-        read("recipe", "recipe", lambda: load_recipe(recipe, overrides, BUILT_IN))
+        with reported("recipe"):
+            values["recipe"] = load_recipe(recipe, overrides, BUILT_IN)
+            check_paths(values["recipe"])
     elif overrides:
         named = f"got {' '.join(overrides)}, but no recipe that this would change"
         problems.append(failure("recipe", named, "name one with --recipe RECIPE"))
     if config_file is not None:
-        read("foreseen", "launch file", lambda: predict_environment(config_file, options, env))
+        with reported("launch file"):
+            values["foreseen"] = predict_environment(config_file, options, env)
     return Asked(env=env, **values), problems
 
 
