@@ -59,9 +59,9 @@ def print_plan(plan: Plan, console: Console, *, energy: bool = False) -> None:
     for candidate in candidates:
         if candidate.verdict in ("tight", "no"):
             console.print(f"  {candidate.name}: {candidate.verdict} ({_largest(candidate, unit)})")
-    for kind, variant in plan.variants.items():
-        if isinstance(variant, str):
-            console.print(f"  {kind}: {variant}")
+    refused = {kind: variant for kind, variant in plan.variants.items() if isinstance(variant, str)}
+    for name, reason in (refused | plan.unread).items():
+        console.print(f"  {name}: {reason}")
     each = [candidate.name for candidate in candidates if candidate.launch.sync_each_batch]
     if each:
         console.print(
@@ -240,6 +240,7 @@ def as_json(plan: Plan, traced: list[Traced] | None = None) -> str:
         "time": asdict(plan.time) if plan.time is not None else None,
         "first_size": plan.first_size,
         "rows": plan.rows,
+        "unread": plan.unread,
     }
     if traced is not None:
         report["traced"] = [_traced(entry) for entry in traced]

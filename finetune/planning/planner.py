@@ -25,7 +25,7 @@ from finetune.planning.recommendations import Advice
 from finetune.planning.step_time import Machines, Time, Work, count_work, predict_time
 from finetune.tasks.task_lookup import find_task
 from finetune.utils import atomic_files
-from finetune.utils.errors import FinetuneError, RecipeError
+from finetune.utils.errors import BackendError, FinetuneError, RecipeError
 from finetune.utils.shipped_files import launch_folder
 
 # Launch files that make sense on a single GPU.
@@ -45,6 +45,8 @@ class Plan:
     machines: Machines
     variants: dict[str, Variant | str]
     launches: dict[str, Launch]
+    unread: dict[str, str]
+    """Launch files that cannot be read, or make no launch, and why."""
     candidates: dict[tuple[str, str], Candidate]
     """Keys are a launch file and a way."""
     advice: Advice
@@ -132,7 +134,7 @@ def make_plan(
     """
     if recipe.length.steps == 0:
         raise RecipeError("length.steps is 0: an evaluation trains nothing that could be planned. Give a length.")
-    launches = _launches(folder or launch_folder(), machines)
+    launches, unread = _launches(folder or launch_folder(), machines)
     variants = model_shapes.read_variants(recipe, stored)
 
     @functools.cache
@@ -172,6 +174,7 @@ def make_plan(
         machines=machines,
         variants=variants,
         launches=launches,
+        unread=unread,
         candidates=candidates,
         advice=advice,
         time=time,
@@ -182,8 +185,10 @@ def make_plan(
     )
 
 
-def _launches(folder: Path, machines: Machines) -> dict[str, Launch]:
+def _launches(folder: Path, machines: Machines) -> tuple[dict[str, Launch], dict[str, str]]:
     """Reads the launch files that make sense on these machines, what to take first at the front.
+
+    Returns them, and those that are refused with the reasons, both by name.
 
     Raises:
         FinetuneError: If there are none.
@@ -193,30 +198,46 @@ def _launches(folder: Path, machines: Machines) -> dict[str, Launch]:
         written = files.pop(name)
         if machines.nodes > 1:
             files[name.removesuffix("_2nodes")] = written
-    launches = {}
+    launches, unread = {}, {}
     for name, file in files.items():
         if name not in _ON_ONE_GPU if machines.ranks == 1 else name == "single":
             continue
-        sizes = read_launch_file(str(file)).parallelism_config
-        copies = sizes.parallelism_config_dp_replicate_size
-        parts = sizes.parallelism_config_sp_size * sizes.parallelism_config_tp_size
-        if copies > 1:
-            copies = machines.nodes if machines.nodes > 1 else copies
-            if machines.ranks % copies or machines.ranks == copies:
-                continue  # copies that do not come out even, or of nothing that is cut
-        if machines.ranks % parts:
-            continue  # groups that do not come out even
-        launch = launch_of_file(file, machines.ranks, copies)
-        if machines.gpus % launch.tensor:
-            continue  # layers are split within a machine
-        launches[name] = launch
+        try:
+            launch = _launch_on(file, machines)
+        except BackendError as error:
+            unread[name] = " ".join(str(error).split())
+            continue
+        if launch is not None:
+            launches[name] = launch
+    if not launches and unread:
+        raise BackendError(" ".join(unread.values()))
     if not launches:
         raise RecipeError(
             f"No launch file in {folder} can run on {machines.ranks} GPU(s): one takes single.yaml or a ZeRO file with "
             "offload, more take files whose groups (dp_replicate_size, sp_size x tp_size) come out even. Name another "
             "folder by --configs, or another number by --gpus and --nodes."
         )
-    return dict(sorted(launches.items(), key=lambda pair: recommendations.preference_of(pair[1], machines.nodes)))
+    preferred = sorted(launches.items(), key=lambda pair: recommendations.preference_of(pair[1], machines.nodes))
+    return dict(preferred), unread
+
+
+def _launch_on(file: Path, machines: Machines) -> Launch | None:
+    """Returns the launch that a file makes on these machines; None if its groups do not come out even there.
+
+    Raises:
+        BackendError: If it is no launch file, or asks for what is not offered.
+    """
+    sizes = read_launch_file(str(file)).parallelism_config
+    copies = sizes.parallelism_config_dp_replicate_size
+    if copies > 1:
+        copies = machines.nodes if machines.nodes > 1 else copies
+        if machines.ranks % copies or machines.ranks == copies:
+            return None  # copies that do not come out even, or of nothing that is cut
+    if machines.ranks % (sizes.parallelism_config_sp_size * sizes.parallelism_config_tp_size):
+        return None
+    launch = launch_of_file(file, machines.ranks, copies)
+    # Layers are split within a machine.
+    return None if machines.gpus % launch.tensor else launch
 
 
 def write_launch_file(plan: Plan, file: Path) -> None:

@@ -350,18 +350,36 @@ def test_broken_input_is_one_paragraph(name: str, file: Path, capsys: pytest.Cap
     assert len(err.strip().splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    "text", ["[1, 2]", "distributed_type: TPU\n", "distributed_type: FSDP\nfsdp_config: {fsdp_version: 1}\n", "a: ["]
-)
-def test_broken_launch_files_are_one_paragraph(
-    text: str, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+BROKEN_LAUNCH_FILES = {
+    "a list": b"[1, 2]",
+    "a kind": b"distributed_type: TPU\n",
+    "a version": b"distributed_type: FSDP\nfsdp_config: {fsdp_version: 1}\n",
+    "no YAML": b"a: [",
+    "no text": b"\xff\xfe\x00",
+    "unknown keys": b"distributed_type: MULTI_GPU\nnum_procs: 2\nzero: 3\n",
+    "no JSON": b"distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: nonesuch.json}\n",
+}
+
+
+def test_broken_launch_files_are_lines_beside_the_others(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "configs").mkdir()
-    (tmp_path / "configs" / "mine.yaml").write_text(text)
-    code, _, err = said(capsys, file, "--configs", tmp_path / "configs")
+    folder = tmp_path / "configs"
+    folder.mkdir()
+    for name, content in BROKEN_LAUNCH_FILES.items():
+        (folder / f"{name}.yaml").write_bytes(content)
+    code, _, err = said(capsys, file, "--configs", folder)
     assert code == 2
     assert len(err.strip().splitlines()) == 1
-    assert "mine.yaml" in err
+    assert all(f"{name}.yaml" in err for name in BROKEN_LAUNCH_FILES)
+    shutil.copy(ROOT / "accelerate_configs" / "ddp.yaml", folder)
+    code, out, err = said(capsys, file, "--configs", folder)
+    assert (code, err) == (0, "")
+    assert "Recommended: " in out
+    lines = dict(line.strip().split(": ", 1) for line in out.splitlines() if f"{folder}/" in line and line[:2] == "  ")
+    assert {name for name in lines if f"{folder}/{name}.yaml" in lines[name]} == set(BROKEN_LAUNCH_FILES)
+    _, out, _ = said(capsys, file, "--configs", folder, "--json")
+    assert json.loads(out)["unread"].keys() == set(BROKEN_LAUNCH_FILES)
 
 
 def test_each_cell_that_fits_has_its_time_and_cost(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
