@@ -151,6 +151,8 @@ def export_weights(
                 ) from error
             raise
     say(f"{target} holds step {source.step} of {source.run} as {kind}.")
+    if job.gguf is None and (warning := pretrained_files.unknown_processor(recipe.model, target)) is not None:
+        say(warning)
     return target
 
 

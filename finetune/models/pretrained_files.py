@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import cached_file
@@ -213,7 +214,7 @@ def files_beside(recipe: Recipe) -> dict[str, bytes]:
 
     They are its processor's, the vocabulary that its tokenizer was made of, and the code that ships with it, if that is
     trusted; an adapter leaves the network's code at its base. Those of a hub's model that are neither in the cache nor
-    in reach are left out.
+    in reach are left out; see `unknown_processor`.
     """
     model, tokenizer = recipe.model, recipe.tokenizer
     contents: dict[str, bytes] = {}
@@ -232,6 +233,30 @@ def files_beside(recipe: Recipe) -> dict[str, bytes]:
         texts += [read(file, model) for file in files - contents.keys()]
     contents.pop("config.json", None)
     return contents
+
+
+def unknown_processor(section: ModelSection, folder: Path) -> str | None:
+    """Returns a warning if a folder may lack the processor of its base; None if it has one, or there is none.
+
+    Whether a hub's model has one, only the hub knows; that others of its kind have one is known without it.
+    """
+    name = section.name
+    if name is None or Path(name).is_dir() or any((folder / file).exists() for file in _PROCESSORS):
+        return None
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+
+    # A path where the cache has a file, a mark where it has noted that there is none, else None.
+    cached = {file: try_to_load_from_cache(name, file, revision=section.revision) for file in _PROCESSORS}
+    unknown = [file for file, known in cached.items() if known is None]
+    config = json_files.read(weights_folder(name, section.revision) / "config.json")
+    processor = PROCESSOR_MAPPING_NAMES.get(config.get("model_type"))
+    if processor is None or not unknown:
+        return None
+    return (
+        f"Whether {name} has a {processor} is not known: the hub's cache lacks {', '.join(unknown)}, and the hub could "
+        f"not be asked. If it has one, {folder} opens for text alone, until `hf download {name} --include "
+        f"'*processor*' --local-dir {folder}` has added it."
+    )
 
 
 def write_beside(folder: Path, files: Mapping[str, bytes]) -> None:

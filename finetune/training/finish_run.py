@@ -15,7 +15,7 @@ from finetune.config.recipe_schema import Event
 from finetune.export import merge, model_card, save_model
 from finetune.export.find_weights import WeightSource
 from finetune.models.forward_wrapper import unwrap
-from finetune.models.pretrained_files import write_beside
+from finetune.models.pretrained_files import unknown_processor, write_beside
 from finetune.monitoring.alerts import send_alert
 from finetune.training.built_run import RECENT, BuiltRun
 from finetune.utils.errors import CheckpointError, DivergedError, FinetuneError
@@ -82,6 +82,8 @@ def save_final_model(run: BuiltRun) -> None:
     run.results |= {"model": str(path), "model_step": step}
     of = "" if step == run.state.step else f", of step {step}, the best evaluation by {run.state.best.by}"
     run.reporter.say(f"model written to {path}{of}")
+    if run.task.head is not None and (warning := unknown_processor(recipe.model, path)) is not None:
+        run.reporter.say(warning)
 
 
 def _restore_best(run: BuiltRun) -> ResumePoint:

@@ -318,6 +318,37 @@ def test_what_lies_beside_a_base_goes_along(
         assert load_model(str(folder), trust_remote_code=trusted).writes_text
 
 
+@pytest.mark.parametrize("cached", ["nothing", "the processor", "that there is none"])
+def test_a_processor_that_cannot_be_looked_up_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached: str
+) -> None:
+    """A multimodal base in the hub's cache, as opening tokenizer and network leaves it, without the hub."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    hub, commit = tmp_path / "models--own--gemma", "a" * 40
+    files = gemma3(hub / "snapshots" / commit)
+    marks = hub / ".no_exist" / commit
+    for folder in (marks, hub / "refs"):
+        folder.mkdir(parents=True)
+    (hub / "refs" / "main").write_text(commit)
+    for name in PROCESSOR if cached != "the processor" else ():
+        (files / name).unlink()
+    if cached == "that there is none":
+        for name in (*PROCESSOR, "video_preprocessor_config.json", "audio_tokenizer_config.json", "chat_template.json"):
+            (marks / name).touch()
+    tree = tree_of(tmp_path, {"model": {"name": "own/gemma"}, "lora": {"rank": 2}})
+    tree.pop("tokenizer", None)
+    run = run_here(tree)
+    written = [(run.directory / "model", run.said)]
+    for kind in ("merged", "adapter"):
+        written.append(exported(run.directory, kind, tmp_path))
+    for folder, text in written:
+        assert [(folder / name).exists() for name in PROCESSOR] == [cached == "the processor"] * len(PROCESSOR)
+        warnings = [line for line in text.splitlines() if "Whether own/gemma has a Gemma3Processor is not known" in line]
+        assert len(warnings) == (cached == "nothing")
+        assert all("processor_config.json, preprocessor_config.json, video" in line for line in warnings)
+        assert all(f"--local-dir {folder}" in line for line in warnings)
+
+
 def test_a_base_that_is_no_longer_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(MODEL, tmp_path / "base")
     monkeypatch.chdir(tmp_path)
