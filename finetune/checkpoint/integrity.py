@@ -4,6 +4,8 @@ checkpoints/step-00000120/manifest.json      sizes and digests of all the others
                          /state.json         a few whole numbers, what was trained, where each tensor is
                          /model/             opens with `from_pretrained`, or as a PEFT adapter
                          /optimizer*.safetensors
+
+What is missing, cut short or changed raises a `CheckpointError`; what cannot be written, an `OSError`.
 """
 
 import hashlib
@@ -40,10 +42,6 @@ class NewFile:
     """A new file of an unsealed checkpoint, whose digest is taken while it is written."""
 
     def __init__(self, store: CheckpointStore, name: str, file: str) -> None:
-        """
-        Raises:
-            OSError: If it cannot be made; the other methods too, if it cannot be written.
-        """
         self.name, self.file = name, file
         self._opened = store.create_file(name, file)
         self._size, self._hash = 0, xxhash.xxh3_128()
@@ -61,11 +59,7 @@ class NewFile:
 
 
 def put_file(store: CheckpointStore, name: str, file: str, content: bytes) -> Files:
-    """Writes a file of an unsealed checkpoint, and returns its line of the manifest.
-
-    Raises:
-        OSError: If it cannot be written.
-    """
+    """Writes a file of an unsealed checkpoint, and returns its line of the manifest."""
     with closing(NewFile(store, name, file)) as new:
         new.write(content)
     return new.close()
@@ -95,11 +89,7 @@ def list_resumable(store: CheckpointStore, *, unsealed: bool = True) -> list[str
 
 
 def seal_checkpoint(store: CheckpointStore, name: str, files: Files, facts: dict[str, Any]) -> None:
-    """Turns what was written, and is on the disk, into a checkpoint, whose manifest says `facts` such as the step.
-
-    Raises:
-        OSError: If it cannot be written, or other files are there.
-    """
+    """Turns what was written, and is on the disk, into a checkpoint, whose manifest says `facts` such as the step."""
     _check_files(store, name, files)
     content = {"format": FORMAT, **facts, "files": files}
     put_file(store, name, MANIFEST, json_text({**content, "digest": digest_of(content)}).encode())
@@ -107,11 +97,7 @@ def seal_checkpoint(store: CheckpointStore, name: str, files: Files, facts: dict
 
 
 def read_manifest(store: CheckpointStore, name: str) -> dict[str, Any]:
-    """Returns a checkpoint's manifest.
-
-    Raises:
-        CheckpointError: If it is missing, damaged, or contradicts itself or the checkpoint's name.
-    """
+    """Returns a checkpoint's manifest, which must not contradict itself or the checkpoint's name."""
     file = store.address(name, MANIFEST)
     unfinished = f"{store.address(name)} has no {MANIFEST}, so it was never finished"
     manifest = _read_json(store, name, MANIFEST, _MANIFEST_SHAPE, missing=unfinished)
@@ -137,11 +123,7 @@ def _read_json(
 
 
 def _check_files(store: CheckpointStore, name: str, files: dict[str, Any]) -> None:
-    """Compares names, kinds and sizes with a manifest's, without reading the files.
-
-    Raises:
-        CheckpointError: With the first that differs.
-    """
+    """Compares names, kinds and sizes with a manifest's, without reading the files."""
     manifest = store.address(name, MANIFEST)
     with file_errors(store.address(name), missing=f"{store.address(name)} is gone"):
         there = store.list_files(name)
@@ -170,22 +152,14 @@ def _check_files(store: CheckpointStore, name: str, files: dict[str, Any]) -> No
 
 
 def check_sizes(store: CheckpointStore, name: str) -> dict[str, Any]:
-    """Returns the manifest of a checkpoint whose files are all there, in their sizes; what is in them is not read.
-
-    Raises:
-        CheckpointError: If one is not.
-    """
+    """Returns the manifest of a checkpoint whose files are all there, in their sizes; what is in them is not read."""
     manifest = read_manifest(store, name)
     _check_files(store, name, manifest["files"])
     return manifest
 
 
 def verify_checkpoint(store: CheckpointStore, name: str, *, share: int = 0, shares: int = 1) -> None:
-    """Reads every `shares`-th file of a checkpoint, from `share` on, and compares it with the manifest.
-
-    Raises:
-        CheckpointError: With the first file that is missing, cut short, changed, or nobody's.
-    """
+    """Reads every `shares`-th file of a checkpoint, from `share` on, and compares it with the manifest."""
     files = read_manifest(store, name)["files"]
     if STATE not in files:
         raise CheckpointError(f"{store.address(name, MANIFEST)} does not list {STATE}")
@@ -199,11 +173,7 @@ def verify_checkpoint(store: CheckpointStore, name: str, *, share: int = 0, shar
 
 
 def read_state(store: CheckpointStore, name: str) -> dict[str, Any]:
-    """Returns what a checkpoint says of itself.
-
-    Raises:
-        CheckpointError: If it cannot be read, or contradicts the manifest.
-    """
+    """Returns what a checkpoint says of itself, which must not contradict its manifest."""
     file, manifest = store.address(name, STATE), read_manifest(store, name)
     state = _read_json(store, name, STATE, _STATE_SHAPE, missing=f"{file} is missing")
     if state["step"] != manifest["step"]:

@@ -129,11 +129,7 @@ class ResumePoint:
 
 
 def check_resume(mode: str, directory: RunDirectory) -> None:
-    """Refuses a `resume.mode` that cannot be followed, before data is read or processes have met.
-
-    Raises:
-        RecipeError: If there is nothing to resume from, or the directory holds a run begun elsewhere.
-    """
+    """Raises a `RecipeError` if a `resume.mode` cannot be followed, before data is read or processes have met."""
     own = bool(integrity.list_resumable(directory.checkpoints))
     if mode == "must" and not own:
         raise RecipeError(
@@ -171,11 +167,7 @@ def check_resume(mode: str, directory: RunDirectory) -> None:
 
 
 def compare_with_previous(allow: tuple[str, ...], directory: RunDirectory, now: dict[str, Any]) -> None:
-    """Refuses to resume a run whose mathematics differ in other keys than `allow`, before a network is built.
-
-    Raises:
-        RecipeError: With the differences.
-    """
+    """Raises a `RecipeError` if mathematics differ from the run's in keys beside `allow`, before a network is built."""
     saved = (directory.previous or {}).get("identity")
     if saved is not None:
         # Whether the size of micro-batches matters is known once the network is built, and compared then.

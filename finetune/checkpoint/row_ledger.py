@@ -30,11 +30,7 @@ _MOST_ROWS = 1 << 40
 
 
 def read_skipped(directory: Path) -> list[Incident]:
-    """Returns the steps that a run has skipped, in order, as far as they can be read.
-
-    Raises:
-        CheckpointError: If `incidents.jsonl` cannot be read.
-    """
+    """Returns the steps that a run has skipped, in order, as far as they can be read."""
     with CheckpointError.explaining(f"{directory / INCIDENTS} cannot be read", "", OSError):
         return [Incident.from_line(line) for line in read_incidents(directory).whole]
 
@@ -74,11 +70,7 @@ def used_rows(directory: Path) -> Iterator[Used]:
 
 
 def read_ledger(directory: Path) -> Lines:
-    """Returns the lines of a run's ledger.
-
-    Raises:
-        OSError: If there is none.
-    """
+    """Returns the lines of a run's ledger."""
     return read_whole_lines(directory / LEDGER, _is_line)
 
 

@@ -93,11 +93,7 @@ def brief_list(items: Sequence[int | str], most: int = 10) -> str:
 
 
 def read_metrics(directory: Path) -> Lines:
-    """Returns the lines of a run's metrics, as the file has them.
-
-    Raises:
-        OSError: If there is no such file.
-    """
+    """Returns the lines of a run's metrics, as the file has them."""
     return read_whole_lines(
         directory / METRICS,
         lambda line: json_files.shape_mismatch(line, _STEP, ["step"]) is None and line["step"] >= 0,
@@ -105,11 +101,7 @@ def read_metrics(directory: Path) -> Lines:
 
 
 def read_incidents(directory: Path) -> Lines:
-    """Returns the lines of the steps that a run has skipped; none without such a file.
-
-    Raises:
-        OSError: If it cannot be read.
-    """
+    """Returns the lines of the steps that a run has skipped; none without such a file."""
     try:
         return read_whole_lines(
             directory / INCIDENTS,

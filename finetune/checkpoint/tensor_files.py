@@ -44,13 +44,9 @@ def file_order(dtype: torch.dtype, name: str) -> tuple[int, str]:
 
 
 class TensorFile:
-    """A new file, to which its tensors are appended in `file_order`."""
+    """A new file, to which its tensors are appended in `file_order`; an `OSError` if it cannot be written."""
 
     def __init__(self, file: NewFile, tensors: Specs) -> None:
-        """
-        Raises:
-            OSError: If it cannot be written; the other methods too.
-        """
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         end = 0
         for name in sorted(tensors, key=lambda name: file_order(tensors[name][0], name)):
@@ -73,14 +69,15 @@ class TensorFile:
 
 
 class TensorReader:
-    """Tensors of a file, by name. A local file is mapped: what is not touched is not read."""
+    """Tensors of a file, by name. A local file is mapped: what is not touched is not read.
+
+    Raises:
+        OSError: If it cannot be read.
+        LookupError: If there is no tensor of a name.
+        ValueError: If it is no such file, or its header contradicts itself.
+    """
 
     def __init__(self, file: io.BufferedIOBase) -> None:
-        """
-        Raises:
-            OSError: If it cannot be read.
-            ValueError: If it is no such file.
-        """
         length = int.from_bytes(file.read(8), "little")
         size = file.seek(0, io.SEEK_END)
         if not 0 < length <= size - 8:
@@ -93,13 +90,6 @@ class TensorReader:
             self._mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
     def read(self, name: str) -> torch.Tensor:
-        """Returns a tensor.
-
-        Raises:
-            OSError: If it cannot be read.
-            LookupError: If there is none of this name.
-            ValueError: If the header contradicts itself.
-        """
         facts = self._header[name]
         dtype, shape, (begin, end) = _BY_NAME[facts["dtype"]], facts["shape"], facts["data_offsets"]
         count = math.prod(shape)

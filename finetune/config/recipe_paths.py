@@ -130,11 +130,7 @@ def place_of_model(name: str) -> str:
 
 
 def adapter_config(folder: Path) -> dict[str, Any]:
-    """Returns the configuration of an adapter.
-
-    Raises:
-        CheckpointError: If it cannot be read.
-    """
+    """Returns the configuration of an adapter; a `CheckpointError` if it cannot be read."""
     file = folder / "adapter_config.json"
     text = (str, type(None))
     shape: json_files.Shape = {"base_model_name_or_path": text, "revision": text, "task_type": text}
@@ -323,11 +319,7 @@ def find_files(given: str, split: str | None = None) -> list[Path]:
 
 
 def check_format(path: Path) -> None:
-    """Checks that a file is of a format that a source reads, by its first bytes and its name.
-
-    Raises:
-        DataError: If it is not, or cannot be read.
-    """
+    """Raises a `DataError` for a file that no source reads, by its first bytes and its name."""
     suffix, allowed = path.suffix.lower(), f"Allowed are {', '.join(DATA_SUFFIXES)}, or {_SAVED}."
     with DataError.explaining(f"{path} cannot be read", "Check data.train and data.validation.", OSError):
         file_format = format_of(path)
@@ -360,11 +352,7 @@ def split_of(name: Path) -> str | None:
 
 
 def check_split(given: str, split: str | None, splits: Collection[str]) -> None:
-    """Checks the split of a path against those that it has.
-
-    Raises:
-        DataError: If it has others, or several of which none is wanted.
-    """
+    """Raises a `DataError` if a path has other splits, or several of which none is wanted."""
     names = ", ".join(sorted(splits))
     if split is None and len(splits) > 1:
         raise DataError(

@@ -131,11 +131,7 @@ def _check_planes(
 
 
 def check_trackers(recipe: Recipe) -> None:
-    """Refuses trackers whose package is missing.
-
-    Raises:
-        RecipeError: With the extra to install.
-    """
+    """Raises a `RecipeError` for a tracker whose package is missing, with the extra to install."""
     for name in recipe.log.trackers:
         if installed(name) is None:
             raise RecipeError(

@@ -186,12 +186,9 @@ def make_plan(
 
 
 def _launches(folder: Path, machines: Machines) -> tuple[dict[str, Launch], dict[str, str]]:
-    """Reads the launch files that make sense on these machines, what to take first at the front.
+    """Returns the launches that make sense on these machines, what to take first at the front, and what fails, by name.
 
-    Returns them, and those that are refused with the reasons, both by name.
-
-    Raises:
-        FinetuneError: If there are none.
+    The latter have the reason; if there are no others, it is raised.
     """
     files = launch_files_in(folder)
     for name in [name for name in files if name.endswith("_2nodes")]:
@@ -222,11 +219,7 @@ def _launches(folder: Path, machines: Machines) -> tuple[dict[str, Launch], dict
 
 
 def _launch_on(file: Path, machines: Machines) -> Launch | None:
-    """Returns the launch that a file makes on these machines; None if its groups do not come out even there.
-
-    Raises:
-        BackendError: If it is no launch file, or asks for what is not offered.
-    """
+    """Returns the launch that a file makes on these machines; None if its groups do not come out even there."""
     sizes = read_launch_file(str(file)).parallelism_config
     copies = sizes.parallelism_config_dp_replicate_size
     if copies > 1:

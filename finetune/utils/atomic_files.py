@@ -1,4 +1,7 @@
-"""Files that survive a crash: synchronised to the disk, and replaced whole or not at all. Links are not followed."""
+"""Files that survive a crash: synchronised to the disk, and replaced whole or not at all. Links are not followed.
+
+What cannot be read or written raises an `OSError`.
+"""
 
 import contextlib
 import errno
@@ -24,11 +27,7 @@ NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
 def sync_to_disk(path: Path) -> None:
-    """Returns once a file, or the names in a folder, are on the disk.
-
-    Raises:
-        OSError: If they cannot be written there.
-    """
+    """Returns once a file, or the names in a folder, are on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -37,11 +36,7 @@ def sync_to_disk(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replaces a file's content; a crash or a full disk leaves the old one or the new.
-
-    Raises:
-        OSError: If it cannot be written.
-    """
+    """Replaces a file's content; a crash or a full disk leaves the old one or the new."""
     staging = path.with_name(path.name + ".staging")
     try:
         staging.unlink(missing_ok=True)
@@ -64,11 +59,7 @@ def explain_unwritable(folder: Path) -> contextlib.AbstractContextManager[None]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replaces a file by a JSON value, as `write_text` does.
-
-    Raises:
-        OSError: If it cannot be written.
-    """
+    """Replaces a file by a JSON value, as `write_text` does."""
     write_text(path, json_text(value))
 
 
@@ -78,11 +69,7 @@ def json_text(value: Any) -> str:
 
 
 def why_unlockable(folder: Path) -> str | None:
-    """Returns why files in a folder cannot be locked; None if they can.
-
-    Raises:
-        OSError: If the folder cannot be written.
-    """
+    """Returns why files in a folder cannot be locked; None if they can."""
     with tempfile.TemporaryFile(dir=folder) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -94,16 +81,9 @@ def why_unlockable(folder: Path) -> str | None:
 
 
 def lock_file(folder: Path, name: str) -> tuple[Path, str | None]:
-    """Returns the file to lock so that one process at a time writes something into a folder.
+    """Returns the file to lock so that one process at a time writes something, by `name`, into a folder.
 
-    Args:
-        name: Name of the file, in the folder.
-
-    Returns:
-        The file, and why the folder's file system has no locks; the file is one of this machine then.
-
-    Raises:
-        OSError: If the folder cannot be written.
+    Where the folder's file system has no locks, it is a file of this machine, beside which the reason is returned.
     """
     if (reason := why_unlockable(folder)) is None:
         return folder / name, None
@@ -112,11 +92,7 @@ def lock_file(folder: Path, name: str) -> tuple[Path, str | None]:
 
 
 def remove_path(path: Path) -> None:
-    """Deletes a file, a link, or a folder with all that is in it; never what a link points to.
-
-    Raises:
-        OSError: If it cannot be deleted. That nothing is there is no error.
-    """
+    """Deletes a file, a link, or a folder with all that is in it, if there is one; never what a link points to."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -126,13 +102,8 @@ def remove_path(path: Path) -> None:
 def sync_files(folder: Path) -> None:
     """Returns once all files below a folder are on the disk, with the mode that the umask asks for.
 
-    Some libraries write theirs as 0600.
-
-    Args:
-        folder: One that this process has made, so that its own mode tells the umask.
-
-    Raises:
-        OSError: If they cannot be written there.
+    Some libraries write theirs as 0600. The folder is one that this process has made, so that its own mode tells the
+    umask.
     """
     mode = folder.stat().st_mode & 0o666
     for path in sorted(folder.rglob("*")):
@@ -145,9 +116,6 @@ def file_digest(path: Path) -> str:
     """Returns 32 hexadecimal digits of a file's content, which show damage, not forgery.
 
     Source: xxHash's XXH3 with 128 bits, which reads as fast as memory does.
-
-    Raises:
-        OSError: If it cannot be read.
     """
     with path.open("rb") as file:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
@@ -158,9 +126,6 @@ def file_state(path: Path) -> list[int]:
 
     Size and time of change can be as they were though the content is not (`rsync --times`, `touch -r`). The time of
     the last change to the inode cannot be set, so it counts as well.
-
-    Raises:
-        OSError: If it cannot be read.
     """
     with path.open("rb") as file:  # network file systems look anew when a file is opened
         facts = os.fstat(file.fileno())
@@ -202,8 +167,7 @@ class Journal:
     def flush(self, *, to_disk: bool = False) -> str | None:
         """Writes the lines that wait; returns why it cannot, the first time, or that they lie elsewhere now.
 
-        Args:
-            to_disk: Return only once it is on the disk.
+        With `to_disk`, it returns only once they are on the disk.
         """
         moved, last = "", " Its last lines are lost." if self._closing else " It is kept in memory, and tried again."
         try:
@@ -292,11 +256,7 @@ class Lines(NamedTuple):
 def read_whole_lines(path: Path, is_whole: Callable[[dict[str, Any]], bool] = lambda line: True) -> Lines:
     """Returns the lines of a journal that can be read, and those that cannot; a last line that a crash tore is neither.
 
-    Args:
-        is_whole: Tells if an object is one that such a journal holds.
-
-    Raises:
-        OSError: If there is no such file.
+    `is_whole` tells if an object is one that such a journal holds.
     """
     lines = path.read_bytes().split(b"\n")
     journal = Lines([], {}, [])
@@ -319,9 +279,6 @@ def set_damaged_lines_aside(path: Path, lines: Lines) -> str | None:
     """Copies the damaged lines of a journal to a file beside it; returns a report, None if there are none.
 
     The journal itself has to be rewritten without them (`rewrite_lines`).
-
-    Raises:
-        OSError: If it cannot be written.
     """
     if not lines.damaged:
         return None
@@ -334,9 +291,5 @@ def set_damaged_lines_aside(path: Path, lines: Lines) -> str | None:
 
 
 def rewrite_lines(path: Path, values: list[dict[str, Any]]) -> None:
-    """Replaces a journal's lines, whole or not at all.
-
-    Raises:
-        OSError: If it cannot be written.
-    """
+    """Replaces a journal's lines, whole or not at all."""
     write_text(path, "".join(json.dumps(value, separators=(",", ":")) + "\n" for value in values))

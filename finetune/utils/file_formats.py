@@ -1,4 +1,7 @@
-"""Formats of files, told from their first bytes, whatever their names say."""
+"""Formats of files, told from their first bytes, whatever their names say.
+
+A file that cannot be read raises an `OSError`.
+"""
 
 import re
 from pathlib import Path
@@ -60,11 +63,7 @@ _SIGNATURES = {
 
 
 def format_of(path: Path) -> Format | None:
-    """Returns the format of a file, if its first bytes show one other than text in UTF-8.
-
-    Raises:
-        OSError: If it cannot be read.
-    """
+    """Returns the format of a file, if its first bytes show one other than text in UTF-8."""
     start = _start_of(path)
     if start[:2] == b"PK" and re.search(rb"\[Content_Types\]|docProps/|_rels/|xl/|opendocument", start):
         return _OFFICE
@@ -86,12 +85,7 @@ def format_of(path: Path) -> Format | None:
 
 
 def read_text(path: Path) -> str:
-    """Returns the content of a text file of the user.
-
-    Raises:
-        OSError: If it cannot be read.
-        ValueError: If it holds something else; with its format and advice.
-    """
+    """Returns the content of a text file of the user; of another one, a `ValueError` has the format and advice."""
     if file_format := format_of(path):
         raise ValueError(f"it is {file_format.name}. {file_format.advice.rstrip('.')}")
     try:
@@ -101,11 +95,7 @@ def read_text(path: Path) -> str:
 
 
 def holds_text(path: Path) -> bool:
-    """Tells if a file begins with text in UTF-8; an empty one does not.
-
-    Raises:
-        OSError: If it cannot be read.
-    """
+    """Tells if a file begins with text in UTF-8; an empty one does not."""
     start = _start_of(path)
     return bool(start) and _is_text(start)
 

@@ -24,11 +24,7 @@ _importing: list[str] = []
 
 
 def import_object(path: str, key: str) -> Any:
-    """Returns the object at `package.module:name` or `file.py:name`.
-
-    Raises:
-        RecipeError: If it cannot be imported, naming the recipe's `key`.
-    """
+    """Returns the object at `package.module:name` or `file.py:name`; a `RecipeError` names the recipe's `key`."""
     if path in _objects:
         return _objects[path]
     if path.startswith(HANDED_OVER):
@@ -49,11 +45,7 @@ def import_object(path: str, key: str) -> Any:
 
 
 def refuse_while_importing() -> None:
-    """Refuses to start a run in code that is imported for an object of a run that was started.
-
-    Raises:
-        RecipeError: With what to change in it.
-    """
+    """Raises a `RecipeError` if code starts a run that is imported for an object of a run that was started."""
     if _importing:
         raise RecipeError(
             f"{_importing[-1]} starts a run when it is imported, which each process of a launch and commands such as "

@@ -1,4 +1,4 @@
-"""Reads JSON that another program may have written, cut short or damaged; every defect is a `ValueError`."""
+"""Reads JSON that another program may have written, cut short or damaged; a `ValueError` names the defect."""
 
 import json
 from collections.abc import Callable, Collection
@@ -22,11 +22,7 @@ _NAMES = {
 
 
 def parse(content: str | bytes, *, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """Returns the value of a JSON text, or of its bytes in UTF-8; `pairs` makes an object of its keys and values.
-
-    Raises:
-        ValueError: If it is no JSON; with the defect.
-    """
+    """Returns the value of a JSON text, or of its bytes in UTF-8; `pairs` makes an object of its keys and values."""
     if not content.strip():
         raise ValueError("it is empty")
     try:
@@ -49,12 +45,7 @@ def parse(content: str | bytes, *, pairs: Callable[[list[tuple[str, Any]]], Any]
 
 
 def read(file: Path, shape: Shape = dict, needed: Collection[str] = ()) -> Any:
-    """Returns the value that a JSON file holds, of a shape, whose keys may be absent but for those `needed`.
-
-    Raises:
-        OSError: If the file cannot be read.
-        ValueError: If it is no JSON, or has another shape; with the defect.
-    """
+    """Returns the value that a JSON file holds, of a shape, whose keys may be absent but for those `needed`."""
     value = parse(file.read_bytes())
     if (problem := shape_mismatch(value, shape, needed)) is not None:
         raise ValueError(problem)

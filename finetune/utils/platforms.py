@@ -12,11 +12,7 @@ REFUSED = "finetune does not run on Windows, which lacks signals and file locks 
 
 
 def check() -> None:
-    """Refuses an unsupported system. Imports no module that a system may lack.
-
-    Raises:
-        FinetuneError: With the system to use.
-    """
+    """Raises a `FinetuneError` on an unsupported system. Imports no module that a system may lack."""
     if _SYSTEM == "win32":
         raise FinetuneError(REFUSED)
 

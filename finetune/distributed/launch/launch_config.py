@@ -195,11 +195,7 @@ def name_deepspeed_device() -> None:
 
 
 def check_installed(launch: Launch) -> None:
-    """Refuses a launch whose library is missing.
-
-    Raises:
-        LibraryVersionError: With what to install.
-    """
+    """Raises a `LibraryVersionError` if the library of a launch is missing, with what to install."""
     if launch.library is not None:
         require_installed(launch.library, f"{launch.place} asks for ZeRO, which")
 
@@ -354,11 +350,7 @@ def _launcher_arguments(env: Mapping[str, str], world: int) -> Any | None:
 
 
 def check_tasks(env: Mapping[str, str], machines: int) -> None:
-    """Refuses a command that srun or mpirun has started more or less often than the launch has machines.
-
-    Raises:
-        BackendError: With how to start it.
-    """
+    """Raises a `BackendError` if srun or mpirun has started a command more or less often than a launch has machines."""
     for name, starter in _STARTERS.items():
         if (tasks := number_of(env, name)) not in (1, machines):
             raise BackendError(

@@ -22,11 +22,7 @@ from finetune.utils.errors import BackendError
 
 
 def launch_files_in(folder: Path) -> dict[str, Path]:
-    """Returns the launch files of a folder by name.
-
-    Raises:
-        BackendError: If there are none.
-    """
+    """Returns the launch files of a folder by name; a `BackendError` without any."""
     if files := {file.stem: file for file in sorted(folder.glob("*.yaml"))}:
         return files
     raise BackendError(
