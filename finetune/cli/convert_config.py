@@ -17,7 +17,6 @@ from finetune.config.provenance import flat
 from finetune.config.recipe import RECIPE_FIELDS, RecipeLoader, dump_tree, validate_recipe
 from finetune.config.recipe_schema import LogSection, Recipe
 from finetune.data.sources.conversation_formats import ROLES
-from finetune.distributed.device_selection import Devices
 from finetune.distributed.launch.predicted_environment import launch_of_file
 from finetune.distributed.resolve_config import resolve_for_devices
 from finetune.tasks.task_lookup import BUILT_IN
@@ -549,7 +548,7 @@ def convert_config(file: Path, tool: str | None, folder: Path, devices: int | No
 def _check_launch(recipe: Recipe, name: str, devices: int) -> None:
     """Refuses a recipe that a launch file of ours cannot run, whatever this machine has, as a dry run there does."""
     launch = launch_of_file(Path(launch_file(name)), devices)
-    resolve_for_devices(recipe, launch, Devices(gpus=devices), {})
+    resolve_for_devices(recipe, launch, devices, {})
     if launch.cuts_state:
         from finetune.optim.optimizers import check_optimizer  # imports torch
 

@@ -9,7 +9,6 @@ from pathlib import Path, PurePosixPath
 import jinja2
 
 from finetune.config.recipe_schema import Recipe
-from finetune.distributed.device_selection import Devices
 from finetune.distributed.launch.predicted_environment import predict_environment
 from finetune.distributed.resolve_config import resolve_for_devices
 from finetune.utils.errors import BackendError, RecipeError
@@ -64,7 +63,7 @@ def cluster_job(
             "build one."
         )
     foreseen = predict_environment(files[0], {**options, **_PLACEHOLDERS}, {})
-    resolve_for_devices(recipe, foreseen.launch, Devices(foreseen.local), foreseen.env)
+    resolve_for_devices(recipe, foreseen.launch, foreseen.local, foreseen.env)
     words = [shipped_word(folder, file) for folder, file in zip((LAUNCH_FILES, RECIPES), files, strict=True)]
     output = recipe.output.dir
     for what, path in {"The launch file": words[0], "The recipe": words[1], "output.dir": output}.items():

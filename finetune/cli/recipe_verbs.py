@@ -258,7 +258,7 @@ def _load_both(parsed: argparse.Namespace, given: dict[str, str]) -> "tuple[Reci
     recipe_paths.check_paths(recipe)
     foreseen = predict_environment(parsed.config_file, given, os.environ)
     if foreseen.asked.nnodes is None:
-        resolve_for_devices(recipe, foreseen.launch, device_selection.of_driver(), foreseen.env)
+        resolve_for_devices(recipe, foreseen.launch, device_selection.driver_gpus(), foreseen.env)
     return recipe, foreseen
 
 

@@ -173,7 +173,7 @@ def _run_of(path: Path) -> Path | None:
 def check_paths(recipe: Recipe) -> None:
     """Checks that the data files and model directories that a recipe names are there.
 
-    Names on the hub are not looked up, and at most a file's first bytes are read. A custom task may mean something else by these keys,
+    Names on the hub are not looked up. A custom task may mean something else by these keys,
     so nothing is checked for it.
 
     Raises:

@@ -44,12 +44,12 @@ def explain_values(
     """
     trees = recipe_layers(read_recipe(recipe_file), overrides, recipe_file)
     recipe = validate_recipe(trees[-1], Origin(recipe_file, trees[0], overrides), BUILT_IN)
-    foreseen, here = predict_environment(config_file, options, env), device_selection.of_driver()
-    settled = resolve_for_devices(recipe, foreseen.launch, here, foreseen.env)
-    derived = {"precision": resolved_precision(settled, here)} if recipe.precision == "auto" else {}
+    foreseen, gpus = predict_environment(config_file, options, env), device_selection.driver_gpus()
+    settled = resolve_for_devices(recipe, foreseen.launch, gpus, foreseen.env)
+    derived = {"precision": resolved_precision(settled, gpus)} if recipe.precision == "auto" else {}
     return [
         *recipe_values(recipe, recipe_file, overrides, trees, derived),
-        *launch_settings(recipe, foreseen, settled, here, env),
+        *launch_settings(recipe, foreseen, settled, gpus, env),
     ]
 
 

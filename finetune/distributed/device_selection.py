@@ -5,7 +5,6 @@ import os
 import platform
 import resource
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +16,11 @@ from finetune.utils.platforms import peak_bytes
 _LIBRARIES = ("torch", "accelerate", "transformers", "deepspeed")
 
 
-@dataclass(frozen=True)
-class Devices:
-    """Devices that a process of this machine may compute on."""
-
-    gpus: int
-
-
-def of_torch() -> Devices:
-    """Returns the devices that a run will use."""
+def visible_gpus() -> int:
+    """Returns the number of GPUs that a run will use."""
     import torch
 
-    return Devices(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def slow_precision(precision: str) -> str:
@@ -116,16 +108,16 @@ def _of_container(figure: str) -> int | None:
     return None
 
 
-def of_driver() -> Devices:
-    """Returns the devices that NVIDIA's driver lists, if torch was built to use it; in milliseconds, without torch.
+def driver_gpus() -> int:
+    """Returns the number of GPUs that NVIDIA's driver lists, if torch was built to use it; in milliseconds.
 
     The driver itself heeds CUDA_VISIBLE_DEVICES.
     """
     if "+cpu" in (installed("torch") or ""):
-        return Devices(0)
+        return 0
     count = ctypes.c_int(0)
     with suppress(OSError):
         driver = ctypes.CDLL("libcuda.so.1")
         if driver.cuInit(0) == 0:
             driver.cuDeviceGetCount(ctypes.byref(count))
-    return Devices(count.value)
+    return count.value

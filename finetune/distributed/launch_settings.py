@@ -4,7 +4,6 @@ from collections.abc import Iterable, Mapping
 
 from finetune.config.provenance import Setting, Value, flat, place_of, places
 from finetune.config.recipe_schema import Recipe
-from finetune.distributed.device_selection import Devices
 from finetune.distributed.launch import deepspeed_file
 from finetune.distributed.launch.launch_config import ResolvedConfig
 from finetune.distributed.launch.launch_file import key_lines
@@ -47,20 +46,20 @@ PREFIXES = {
 
 
 def launch_settings(
-    recipe: Recipe, foreseen: PredictedEnvironment, settled: ResolvedConfig, here: Devices, env: Mapping[str, str]
+    recipe: Recipe, foreseen: PredictedEnvironment, settled: ResolvedConfig, gpus: int, env: Mapping[str, str]
 ) -> list[Value]:
     """Returns every value of the launch plane; `env` is the launcher's environment."""
     return [
         *_launch_file(foreseen, env),
         *_ds_config(foreseen, settled),
-        *_derived(recipe, foreseen, settled, here, env),
+        *_derived(recipe, foreseen, settled, gpus, env),
         *_environment(foreseen, env),
     ]
 
 
-def resolved_precision(settled: ResolvedConfig, here: Devices) -> Setting:
+def resolved_precision(settled: ResolvedConfig, gpus: int) -> Setting:
     """Returns the precision that the recipe's `precision: auto` comes to."""
-    reason = f"this machine has {here.gpus} GPU(s)" if here.gpus else "this machine has no GPU that torch can use"
+    reason = f"this machine has {gpus} GPU(s)" if gpus else "this machine has no GPU that torch can use"
     return Setting("derived", reason, settled.precision)
 
 
@@ -108,7 +107,7 @@ def _ds_config(foreseen: PredictedEnvironment, settled: ResolvedConfig) -> Itera
 
 
 def _derived(
-    recipe: Recipe, foreseen: PredictedEnvironment, settled: ResolvedConfig, here: Devices, env: Mapping[str, str]
+    recipe: Recipe, foreseen: PredictedEnvironment, settled: ResolvedConfig, gpus: int, env: Mapping[str, str]
 ) -> Iterable[Value]:
     asked, batch = foreseen.launch, recipe.batch
     split = f"{batch.global_size} / ({settled.micro_size} x {asked.data_ranks})"
@@ -118,9 +117,9 @@ def _derived(
         "backend": Setting("derived", asked.file or "no launch file: one process", asked.kind),
         "accumulation": Setting("derived", why, accumulation),
     }
-    if not here.gpus and asked.num_threads is None:
+    if not gpus and asked.num_threads is None:
         settings["num_threads"] = Setting("environment", "OMP_NUM_THREADS", env["OMP_NUM_THREADS"])
-    elif not here.gpus:
+    elif not gpus:
         share = f"{platforms.cores()} cores / {foreseen.local}"
         settings["num_threads"] = Setting("derived", share, asked.num_threads)
     return [Value(key, "derived", (setting,), *_DERIVED[key]) for key, setting in settings.items()]

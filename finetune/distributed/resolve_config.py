@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from finetune.config.recipe import divisors
 from finetune.config.recipe_schema import Recipe
 from finetune.distributed import device_selection
-from finetune.distributed.device_selection import Devices
 from finetune.distributed.launch.launch_config import Launch, ResolvedConfig, check_installed
 from finetune.distributed.strategies import deepspeed_config, refusals
 from finetune.utils.compat.library_versions import installed, require_installed
@@ -25,7 +24,7 @@ def resolve_config(recipe: Recipe, launch: Launch, env: Mapping[str, str] = os.e
     """
     check_installed(launch)
     refusals.check_library(launch)
-    settled = resolve_for_devices(recipe, launch, device_selection.of_torch(), env)
+    settled = resolve_for_devices(recipe, launch, device_selection.visible_gpus(), env)
     deepspeed_config.check_values(settled.ds_config, launch.ds_place)
     check_trackers(recipe)
     if recipe.model.quantization is not None:
@@ -33,15 +32,15 @@ def resolve_config(recipe: Recipe, launch: Launch, env: Mapping[str, str] = os.e
     return settled
 
 
-def resolve_for_devices(recipe: Recipe, launch: Launch, here: Devices, env: Mapping[str, str]) -> ResolvedConfig:
-    """`resolve_config` on given devices and for a worker's environment, without torch.
+def resolve_for_devices(recipe: Recipe, launch: Launch, gpus: int, env: Mapping[str, str]) -> ResolvedConfig:
+    """`resolve_config` on so many GPUs and for a worker's environment, without torch.
 
     Raises:
         RecipeError: If the batch does not come out even.
         BackendError: If the planes contradict each other, or the devices cannot run what is asked.
     """
-    refusals.check_devices(launch, here, env)
-    precision = _pick_precision(recipe, here)
+    refusals.check_devices(launch, gpus, env)
+    precision = _pick_precision(recipe, gpus)
     accumulation = derive_accumulation(recipe, launch.data_ranks, launch.num_processes)
     rows = micro_rows(recipe, launch.data_ranks)
     _check_planes(recipe, launch, precision, accumulation, env)
@@ -89,12 +88,12 @@ def derive_accumulation(recipe: Recipe, world: int, processes: int | None = None
     )
 
 
-def _pick_precision(recipe: Recipe, here: Devices) -> str:
+def _pick_precision(recipe: Recipe, gpus: int) -> str:
     """Returns `fp32`, `bf16` or `fp16`, as the recipe asks; the device decides for `auto`, and can refuse."""
     if recipe.precision == "auto":
         # Every GPU that torch runs on has bf16, natively or not.
-        return "bf16" if here.gpus else "fp32"
-    if recipe.precision == "fp16" and not here.gpus:
+        return "bf16" if gpus else "fp32"
+    if recipe.precision == "fp16" and not gpus:
         raise BackendError(
             "The recipe asks for precision fp16, which needs a GPU: on a CPU there is no loss scaling. Set `precision: "
             "bf16` or `fp32`."

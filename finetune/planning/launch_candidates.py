@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from finetune.config.recipe_schema import Recipe
-from finetune.distributed.device_selection import Devices
 from finetune.distributed.gpu_specs import Gpu
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.memory_usage import Memory
@@ -84,7 +83,7 @@ def assess_candidate(
     if setting.checkpointed and head_of(recipe) is None:
         return replace(blank, reason="model.gradient_checkpointing does not change a custom task's network")
     try:
-        resolved = resolve_for_devices(recipe, launch, Devices(gpus=launch.num_processes), {})
+        resolved = resolve_for_devices(recipe, launch, launch.num_processes, {})
         # As a run takes it.
         setting = replace(setting, micro=resolved.micro_size)
         blank = replace(blank, setting=setting)

@@ -12,6 +12,7 @@ import torch
 from finetune.config.recipe import divisors
 from finetune.config.recipe_schema import Recipe
 from finetune.data import prepared_cache
+from finetune.distributed.device_selection import visible_gpus
 from finetune.distributed.gpu_specs import Gpu, find_gpu, of_device
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.launch.launch_file import launch_files_in, read_launch_file
@@ -69,8 +70,7 @@ def machines_of(parsed: argparse.Namespace, links: LinkSpeeds) -> Machines:
     """
     # The GPU has the memory that it says, whatever the table has.
     here: Gpu | None = None
-    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if there:
+    if there := visible_gpus():
         facts = torch.cuda.get_device_properties(0)
         memory = facts.total_memory / 2**30
         known = of_device(facts.name, memory)

@@ -14,7 +14,6 @@ from finetune.cli.new_project import TASKS, Project, write_project
 from finetune.config import recipe_paths
 from finetune.config.recipe import load_recipe, validate_recipe
 from finetune.config.recipe_schema import Recipe
-from finetune.distributed.device_selection import Devices
 from finetune.distributed.gpu_specs import Gpu
 from finetune.distributed.launch.deepspeed_file import find_deepspeed_file
 from finetune.distributed.launch.launch_file import read_launch_file
@@ -67,7 +66,7 @@ def test_our_own_recipes_run_on_any_of_our_launch_files(processes: int, tmp_path
     for name, recipe in recipes.items():
         for file in ("single",) if processes == 1 else ("ddp", "fsdp", "zero2", "zero3"):
             launch = launch_of_file(ROOT / "accelerate_configs" / f"{file}.yaml", processes)
-            settled = resolve_for_devices(recipe, launch, Devices(processes), {})
+            settled = resolve_for_devices(recipe, launch, processes, {})
             assert settled.micro_size <= recipe.batch.rows, name
             rows = settled.micro_size * settled.accumulation * processes
             assert rows == recipe.batch.global_size or recipe.length.steps == 0, name

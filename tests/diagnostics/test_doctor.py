@@ -26,7 +26,6 @@ from finetune.config.recipe import load_recipe
 from finetune.diagnostics.doctor import doctor, machine_checks, network_checks
 from finetune.diagnostics.doctor.check_result import Asked, CheckResult, run_probe
 from finetune.distributed import native_ops
-from finetune.distributed.device_selection import Devices
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.launch.predicted_environment import predict_environment
 from finetune.utils import hub_access
@@ -92,8 +91,8 @@ def one_op(**facts: Any) -> dict[str, Callable[[Any], Any]]:
     return {f"finetune.distributed.native_ops.{name}": lambda _, fact=fact: fact for name, fact in found.items()}
 
 
-def of_gpus(number: int) -> Callable[[], Devices]:
-    return lambda: Devices(number)
+def of_gpus(number: int) -> Callable[[], int]:
+    return lambda: number
 
 
 def little_processor(patch: Patch, place: Place) -> Asked:
@@ -109,8 +108,8 @@ def not_there(name: str) -> str:
     raise metadata.PackageNotFoundError(name)
 
 
-NO_GPU = {"machine_checks.of_torch": of_gpus(0), "network_checks.of_torch": of_gpus(0)}
-ONE_GPU = {"machine_checks.of_torch": of_gpus(1), "torch.cuda.get_device_name": lambda index: "H100"}
+NO_GPU = {"machine_checks.visible_gpus": of_gpus(0), "network_checks.visible_gpus": of_gpus(0)}
+ONE_GPU = {"machine_checks.visible_gpus": of_gpus(1), "torch.cuda.get_device_name": lambda index: "H100"}
 NO_ADDRESS = {"network_checks.host_addresses": lambda name: []}
 LOOPBACK = {**NO_GPU, "network_checks.host_addresses": lambda name: ["127.0.1.1"]}
 ELSEWHERE = {

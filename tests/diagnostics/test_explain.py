@@ -313,7 +313,7 @@ def test_the_environment_and_the_launch_file(place: Place) -> None:
     assert said(found["mixed_precision"]) == [("default", "no"), ("environment", "bf16"), ("default", "no")]
     assert said(found["gpu_ids"]) == [("default", "all"), ("environment", "")]
     assert said(found["NCCL_DEBUG"]) == [("environment", "INFO")]
-    if not device_selection.of_torch().gpus:
+    if not device_selection.visible_gpus():
         assert said(found["num_threads"]) == [("environment", "3")]
 
 
@@ -467,4 +467,4 @@ def test_overrides_may_stand_anywhere(verb: str, monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_driver_sees_what_torch_sees() -> None:
-    assert device_selection.of_driver() == device_selection.of_torch()
+    assert device_selection.driver_gpus() == device_selection.visible_gpus()

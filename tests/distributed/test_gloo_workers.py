@@ -12,7 +12,6 @@ from ranks import Here, Place
 from finetune.config.recipe import load_recipe
 from finetune.diagnostics.doctor import machine_checks
 from finetune.diagnostics.doctor.check_result import Asked
-from finetune.distributed.device_selection import Devices
 from finetune.distributed.launch.predicted_environment import predict_environment
 from finetune.distributed.strategies import refusals
 from finetune.training.dry_run import describe
@@ -104,7 +103,7 @@ def test_fsdp_in_detail_depends_on_torch(
     monkeypatch.setattr(refusals, "installed", {"torch": version}.get)
     debugged = predict_environment(str(place.launch_file("fsdp")), {}, {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
     with pytest.raises(BackendError, match="no model is written") if refused else nullcontext():
-        refusals.check_devices(debugged.launch, Devices(0), debugged.env)
+        refusals.check_devices(debugged.launch, 0, debugged.env)
 
 
 @needs_no_gpu

@@ -343,7 +343,9 @@ def test_a_processor_that_cannot_be_looked_up_is_named(
         written.append(exported(run.directory, kind, tmp_path))
     for folder, text in written:
         assert [(folder / name).exists() for name in PROCESSOR] == [cached == "the processor"] * len(PROCESSOR)
-        warnings = [line for line in text.splitlines() if "Whether own/gemma has a Gemma3Processor is not known" in line]
+        warnings = [
+            line for line in text.splitlines() if "Whether own/gemma has a Gemma3Processor is not known" in line
+        ]
         assert len(warnings) == (cached == "nothing")
         assert all("processor_config.json, preprocessor_config.json, video" in line for line in warnings)
         assert all(f"--local-dir {folder}" in line for line in warnings)

@@ -22,7 +22,6 @@ from harness import ROOT, Launcher, Result, assert_same_path
 
 from finetune.config.recipe import validate_recipe
 from finetune.distributed import device_selection
-from finetune.distributed.device_selection import Devices
 from finetune.distributed.launch.predicted_environment import launch_of_file
 from finetune.distributed.resolve_config import resolve_for_devices
 from finetune.monitoring import out_of_memory
@@ -141,9 +140,9 @@ def test_loss_scaling_of_offloaded_gradients_is_refused() -> None:
     """On a device whose copies arrive late, its losses were nan from the second step on."""
     launch = launch_of_file(ROOT / "accelerate_configs/fsdp_offload.yaml", 1)
     for precision in ("bf16", "fp32"):
-        resolve_for_devices(validate_recipe(recipe(precision=precision)), launch, Devices(1), {})
+        resolve_for_devices(validate_recipe(recipe(precision=precision)), launch, 1, {})
     with pytest.raises(BackendError, match="reads the scale before it has arrived"):
-        resolve_for_devices(validate_recipe(recipe(precision="fp16")), launch, Devices(1), {})
+        resolve_for_devices(validate_recipe(recipe(precision="fp16")), launch, 1, {})
 
 
 def test_half_precision_takes_kernels_and_loss_scaling(launcher: Launcher, fake: Fake) -> None:

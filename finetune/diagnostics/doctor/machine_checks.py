@@ -13,7 +13,7 @@ from packaging.specifiers import SpecifierSet
 
 from finetune.config.provenance import flat
 from finetune.diagnostics.doctor.check_result import Asked, CheckResult, failure, ok, run_probe, warning
-from finetune.distributed.device_selection import of_torch, slow_precision
+from finetune.distributed.device_selection import slow_precision, visible_gpus
 from finetune.distributed.launch.predicted_environment import predict_environment
 from finetune.distributed.launch_settings import PREFIXES
 from finetune.distributed.strategies.refusals import check_devices
@@ -33,7 +33,7 @@ def threads(asked: Asked) -> Iterable[CheckResult]:
         yield failure("threads", f"OMP_NUM_THREADS is '{setting}'", "set it to a number, or unset it")
         return
     # With GPUs, processes keep to the one thread that Accelerate gives them.
-    fair = 1 if of_torch().gpus else max(1, cores // asked.local)
+    fair = 1 if visible_gpus() else max(1, cores // asked.local)
     each = int(setting) if setting else fair
     summary = f"{asked.local} process(es) x {each} thread(s) on {cores} core(s)"
     if allowed is not None and allowed < min(cores, asked.local * each):
@@ -127,9 +127,9 @@ def gpus(asked: Asked) -> Iterable[CheckResult]:
     """Checks whether torch sees the GPUs, and whether there is one for each process."""
     import torch
 
-    here = of_torch()
-    if here.gpus:
-        yield ok("GPUs", f"{here.gpus} x {torch.cuda.get_device_name(0)}, torch {torch.__version__}")
+    count = visible_gpus()
+    if count:
+        yield ok("GPUs", f"{count} x {torch.cuda.get_device_name(0)}, torch {torch.__version__}")
     elif DRIVER.exists():
         yield warning(
             "GPUs",
@@ -140,12 +140,12 @@ def gpus(asked: Asked) -> Iterable[CheckResult]:
     else:
         yield ok("GPUs", f"none; processes compute on the CPU and talk by gloo (torch {torch.__version__})")
     if asked.foreseen is not None:
-        check_devices(asked.foreseen.launch, here, asked.foreseen.env)
+        check_devices(asked.foreseen.launch, count, asked.foreseen.env)
 
 
 def dtypes(asked: Asked) -> Iterable[CheckResult]:
     """Checks a product in every dtype that a run may compute in."""
-    gpu = of_torch().gpus > 0
+    gpu = visible_gpus() > 0
     names = ["float32", "bfloat16", *(["float16"] if gpu else [])]
     sound = [name for name in names if product_of_ones(name, "cuda" if gpu else "cpu") == 8.0]
     for name in sorted({*names} - {*sound}):
@@ -270,7 +270,7 @@ print(bitsandbytes.__version__)
 
 def kernels(asked: Asked) -> Iterable[CheckResult]:
     """Checks that bitsandbytes packs and unpacks a matrix."""
-    version, problem = run_probe(_PACK_IN_4_BITS, "cuda" if of_torch().gpus else "cpu", env=asked.env)
+    version, problem = run_probe(_PACK_IN_4_BITS, "cuda" if visible_gpus() else "cpu", env=asked.env)
     advice = "install it anew (`make setup`), or do without model.quantization and 8-bit optimisers"
     if version:
         yield ok("bitsandbytes", f"{version} packs in 4 bits here")

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 
 from finetune.diagnostics.doctor.check_result import Asked, CheckResult, failure, ok, run_probe, warning
-from finetune.distributed.device_selection import of_torch
+from finetune.distributed.device_selection import visible_gpus
 from finetune.utils.hub_access import is_cached, why_unreachable
 from finetune.utils.temporary_folders import temporary_folder
 
@@ -156,7 +156,7 @@ torch.multiprocessing.start_processes(meet, sys.argv[1:], nprocs=2, start_method
 
 def all_reduce(asked: Asked) -> Iterable[CheckResult]:
     """Checks an all-reduce over two processes of this machine."""
-    backend = "nccl" if of_torch().gpus > 1 else "gloo"
+    backend = "nccl" if visible_gpus() > 1 else "gloo"
     start = time.monotonic()
     with temporary_folder() as folder:
         _, problem = run_probe(SCRIPT, backend, str(folder), env=asked.env)

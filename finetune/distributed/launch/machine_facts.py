@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from finetune.config.provenance import flat
 from finetune.config.recipe_schema import NAMES_OF_CODE
+from finetune.distributed.device_selection import visible_gpus
 from finetune.distributed.launch.predicted_environment import PredictedEnvironment
 from finetune.utils.compat.library_versions import PROVEN, installed, minor
 from finetune.utils.import_object import own_files
@@ -132,8 +133,7 @@ def gpu_names() -> list[str]:
     """Returns the names of the GPUs that torch sees."""
     import torch
 
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return [torch.cuda.get_device_name(index) for index in range(count)]
+    return [torch.cuda.get_device_name(index) for index in range(visible_gpus())]
 
 
 def find_differences(machines: Sequence[MachineFacts]) -> list[str]:

@@ -5,7 +5,6 @@ from typing import Any
 
 from finetune.config.recipe import divisors
 from finetune.config.recipe_schema import Recipe
-from finetune.distributed.device_selection import Devices
 from finetune.distributed.launch.launch_config import Launch
 from finetune.utils.compat.library_versions import installed
 from finetune.utils.errors import BackendError
@@ -15,7 +14,7 @@ _ROWS_GROW_BY = 8
 _DEBUG = "TORCH_DISTRIBUTED_DEBUG"
 
 
-def check_devices(launch: Launch, here: Devices, env: Mapping[str, str]) -> None:
+def check_devices(launch: Launch, gpus: int, env: Mapping[str, str]) -> None:
     """Refuses what this machine's devices, and what processes talk by without GPUs, cannot run.
 
     Args:
@@ -25,12 +24,12 @@ def check_devices(launch: Launch, here: Devices, env: Mapping[str, str]) -> None
         BackendError: With what is missing.
     """
     local, detail = int(env.get("LOCAL_WORLD_SIZE", "1")), env.get(_DEBUG, "").upper() == "DETAIL"
-    if here.gpus and local > here.gpus:
+    if gpus and local > gpus:
         raise BackendError(
-            f"{launch.place} starts {local} processes on a machine with {here.gpus} GPU(s); each needs one of its own. "
-            f"Set num_processes (or --num_processes) to {here.gpus}."
+            f"{launch.place} starts {local} processes on a machine with {gpus} GPU(s); each needs one of its own. "
+            f"Set num_processes (or --num_processes) to {gpus}."
         )
-    if here.gpus:
+    if gpus:
         return
     if launch.uses_fsdp and launch.offload_params != "none":
         raise BackendError(
