@@ -188,13 +188,10 @@ def kept_micro_size(recipe: Recipe, directory: RunDirectory) -> int | None:
 def choose_resume_point(
     recipe: Recipe, directory: RunDirectory, backend: Backend, now: dict[str, Any], *, num_steps: int
 ) -> ResumePoint:
-    """Returns the place to begin at, the same on every rank; every rank must call it.
+    """Returns the place to begin at of a run of `num_steps`, the same on every rank; every rank must call it.
 
     A run's own newest checkpoint comes first, also where it once began from another run's: so the same command
     resumes after every stop.
-
-    Args:
-        num_steps: Steps of the whole run.
 
     Raises:
         RecipeError: If the checkpoint is of a run whose mathematics differ, or beyond this run's end; or if the run
@@ -254,10 +251,8 @@ def choose_resume_point(
 def find_newest(store: CheckpointStore, backend: Backend, *, unsealed: bool = False) -> ResumePoint | None:
     """Returns the newest whole checkpoint of a store, the same on every rank; None if there is none, whole or not.
 
-    Every rank must call it. What is wrong with newer ones is reported on the rank that found it.
-
-    Args:
-        unsealed: Also take one that is whole, whose writer ended before it was sealed.
+    Every rank must call it. What is wrong with newer ones is reported on the rank that found it. With `unsealed`, one
+    counts as well that is whole, and whose writer ended before it was sealed.
 
     Raises:
         CheckpointError: If there are checkpoints, but none is whole.

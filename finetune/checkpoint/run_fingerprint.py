@@ -76,13 +76,7 @@ def identity_of(recipe: Recipe, order: RowOrder, base: dict[str, Any] | None) ->
 def base_of(recipe: Recipe, files: dict[str, str] | None = None) -> dict[str, Any] | None:
     """Returns name, revision and digest of the pretrained model that a run starts from; None without one.
 
-    A model on the hub is told by its commit, a directory by its content.
-
-    Args:
-        files: What `base_files` gives; read if left out.
-
-    Raises:
-        RecipeError: If a directory's files cannot be read.
+    A model on the hub is told by its commit, a directory by its content: `files` are those of `base_files`, if read.
     """
     section = recipe.model
     if section.name is None:
@@ -98,10 +92,7 @@ def base_of(recipe: Recipe, files: dict[str, str] | None = None) -> dict[str, An
 def base_files(recipe: Recipe) -> dict[str, str]:
     """Returns the digest of each file of the pretrained model; none without one, or without its files on this machine.
 
-    Digests are remembered in `data.cache_dir`.
-
-    Raises:
-        RecipeError: If the files cannot be read.
+    Digests are remembered in `data.cache_dir`. Files that cannot be read raise a `RecipeError`.
     """
     if (folder := _base_folder(recipe.model)) is None:
         return {}

@@ -280,11 +280,7 @@ class CheckpointManager:
         self._saved_at = time.monotonic()
 
     def note_start(self, step: int, order: dict[str, Any]) -> None:
-        """Notes a start of the run in the ledger: the next step, the position of its first row, and how rows follow.
-
-        Args:
-            order: `Feed.describe` of that step.
-        """
+        """Notes a start of the run in the ledger: the next step, and the order of rows, as `Feed.describe` has it."""
         if self._backend.is_main:
             try:
                 for line in row_ledger.mend_ledger(self._directory.path, step) if step else ():

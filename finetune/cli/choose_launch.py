@@ -82,11 +82,8 @@ def choose_launch(recipe: Recipe, machines: "Machines") -> LaunchChoice:
 def choose_for_command(recipe: Recipe, options: Mapping[str, str]) -> LaunchChoice:
     """Returns the simplest launch that fits on this machine, or on as many of its processes as the command asks for.
 
-    Args:
-        options: The launcher's options that were given.
-
     Raises:
-        FinetuneError: As `choose_launch`, or if the options are of a run on several machines.
+        FinetuneError: As `choose_launch`, or if the launcher's `options` are of a run on several machines.
     """
     if several := [name for name in ("machine_rank", "main_process_ip") if name in options]:
         raise RecipeError(

@@ -192,14 +192,7 @@ def _as_tree(folder: Path, files: dict[str, str]) -> list[str]:
 
 
 def _draft_recipe(project: Project, given: Mapping[str, Any] | None = None) -> _Draft:
-    """Looks at a project's data and model, and sizes its recipe to them.
-
-    Args:
-        given: Sections of the recipe with the keys that the command sets.
-
-    Raises:
-        FinetuneError: If the options contradict each other, or something cannot be read.
-    """
+    """Looks at a project's data and model, and sizes its recipe to them, and to the sections that the command gives."""
     if project.adapters is not None and (project.model is None or project.task == "custom"):
         raise RecipeError(f"--{project.adapters} trains adapters of a pretrained model: name one with --model.")
     if project.task == "custom" and (project.model is not None or project.data is not None):

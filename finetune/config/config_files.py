@@ -35,11 +35,7 @@ PLACES = {
 
 
 def other_kind(tree: Mapping[Any, Any], expected: str) -> str | None:
-    """Tells from its top-level keys what a file is, and where to name it; None if it may be what is expected.
-
-    Args:
-        expected: `RECIPE`, `LAUNCH` or `DEEPSPEED`.
-    """
+    """Tells from its top-level keys what a file is, and where to name it; None if it may be of the `expected` kind."""
     hits = {kind: sorted(set(telling.split()) & tree.keys()) for kind, telling in _TELLING.items()}
     if len(hits[expected]) < len(tree):
         hits |= {f"a config of {tool_name(tool)}": keys for tool, keys in count_keys(tree).items()}

@@ -102,10 +102,7 @@ def ensure_built(names: Sequence[str], *, quiet: bool) -> None:
     """Returns once every op in `names` is built and no stale lock is left to wait on.
 
     Call it in every process of a machine before DeepSpeed starts: one builds, the others wait, and the first of a
-    launch shows the progress. It changes the environment, as `prepare_environment` says.
-
-    Args:
-        quiet: Show no progress. A removed lock is named all the same.
+    launch shows the progress unless `quiet`. It changes the environment, as `prepare_environment` says.
 
     Raises:
         BackendError: If a tool or header to build with is missing, or the build fails.

@@ -55,15 +55,9 @@ def gather_notes(note: Any, patience: timedelta) -> list[Any]:
 
 
 def check_machines(recipe: Mapping[str, Any], patience: timedelta) -> None:
-    """Refuses machines that differ in recipe, code or versions; every rank must call it.
+    """Raises a `BackendError` on every rank if machines differ in recipe, code or versions; every rank must call it.
 
     Launchers compare that too, where all machines are started by `finetune launch` and their number is fixed.
-
-    Args:
-        recipe: Recipe with all overrides, as JSON has it.
-
-    Raises:
-        BackendError: On every rank, with what differs.
     """
     if not orphan_watch.on_several_machines():
         return
@@ -89,14 +83,9 @@ def meet(patience: timedelta) -> None:
 
 
 def check_inputs(inputs: dict[str, dict[str, Any]], patience: timedelta) -> dict[str, dict[str, Any]]:
-    """Refuses ranks that do not start from the same inputs; every rank must call it.
+    """Returns rank 0's inputs, by names for messages, if all ranks start from the same; every rank must call it.
 
-    Args:
-        inputs: What must be the same, by names for messages. A section that a rank leaves out is compared between the
-            others: what is read once a machine.
-
-    Returns:
-        Those of rank 0.
+    A section that a rank leaves out is compared between the others: what is read once a machine.
 
     Raises:
         BackendError: On every rank, with the ranks or machines that differ from rank 0, and in what.

@@ -13,10 +13,7 @@ from finetune.utils.errors import BackendError, RecipeError
 
 
 def resolve_config(recipe: Recipe, launch: Launch, env: Mapping[str, str] = os.environ) -> ResolvedConfig:
-    """Settles precision, accumulation and DeepSpeed's values.
-
-    Args:
-        env: A worker's environment.
+    """Settles precision, accumulation and DeepSpeed's values, for a worker's environment.
 
     Raises:
         RecipeError: If the batch does not come out even, or a tracker is not installed.
@@ -54,8 +51,7 @@ def resolve_for_devices(recipe: Recipe, launch: Launch, gpus: int, env: Mapping[
 def micro_rows(recipe: Recipe, world: int) -> int:
     """Returns the rows of a micro-batch: the largest number up to `batch.micro_size` that divides a data rank's share.
 
-    Args:
-        world: Data ranks, over which the global batch comes out even.
+    Over the data ranks, `world`, the global batch comes out even.
     """
     share, most = recipe.batch.global_size // world, recipe.batch.rows
     # An evaluation has no share, nor do more ranks than rows, which are refused.

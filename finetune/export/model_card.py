@@ -120,14 +120,7 @@ def _place(origin: Any) -> str:
 
 
 def write_loss_plot(folder: Path, run: Path, last_step: int | None) -> str | None:
-    """Writes `loss.svg`, and returns its name; None if the run has no two losses to draw.
-
-    Args:
-        last_step: Step of the weights; later ones are left out.
-
-    Raises:
-        OSError: If it cannot be written.
-    """
+    """Writes `loss.svg` up to a step, and returns its name; None if the run has no two losses to draw."""
     try:
         history = read_run(run)
     except FinetuneError:

@@ -27,11 +27,7 @@ _FILE_BYTES = 5 * 10**9
 def describe_model(network: nn.Module, tokenizer: Any | None, folder: Path, beside: Mapping[str, bytes]) -> None:
     """Writes the files that belong beside a network's weights, so that `from_pretrained` opens the folder.
 
-    Args:
-        beside: Those of its base that neither network nor tokenizer writes.
-
-    Raises:
-        OSError: If the folder cannot be written.
+    `beside` are those of its base that neither network nor tokenizer writes.
     """
     adapter = adapter_config(network)
     inner = transformer(network)

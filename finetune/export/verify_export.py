@@ -49,11 +49,8 @@ _NUM_ROWS = 8
 def tensors_of(place: Path, advice: str = "Export it again.") -> Iterator[tuple[str, torch.Tensor]]:
     """Yields each tensor that lies in a folder or a file, mapped, one at a time.
 
-    Args:
-        advice: What to do if a file cannot be read.
-
     Raises:
-        CheckpointError: If a file cannot be read, or one that the index names is not there.
+        CheckpointError: If a file cannot be read, with `advice`, or one that the index names is not there.
     """
     files = sorted(place.glob("*.safetensors")) if place.is_dir() else [place]
     if (place / INDEX).is_file():
@@ -207,11 +204,7 @@ def quantization_note(network: nn.Module, probe: Probe, kind: str) -> str:
 def open_in_fresh_process(folder: Path, probe: Probe, about: dict[str, Any]) -> dict[str, Any]:
     """Opens the folder in a new process with transformers and peft only, and returns what that reports.
 
-    Args:
-        about: `auto`, `base` and more that `finetune.export.fresh_process` needs.
-
-    Raises:
-        CheckpointError: If it cannot open it.
+    `about` has `auto`, `base` and more that `fresh_process` needs. A `CheckpointError` says that it cannot open it.
     """
     with temporary_folder() as scratch:
         save_file(probe.tensors, scratch / "tensors.safetensors")

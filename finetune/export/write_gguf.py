@@ -69,8 +69,7 @@ _TURNS = [("system", "SYSTEM"), ("user", "U"), ("assistant", "A"), ("user", "V")
 def check_convertible(config: PretrainedConfig, tokenizer: Any, run: Path, *, text: bool) -> None:
     """Raises a `RecipeError` with the commands of llama.cpp for a network or tokenizer that is not written here.
 
-    Args:
-        text: True if the network continues a text.
+    Of networks those are written that continue a `text`.
     """
     try:
         if not text:
@@ -208,12 +207,9 @@ def read_tensors(file: Path, config: PretrainedConfig, names: Iterable[str]) -> 
 
 
 def _permuted(name: str, rows: torch.Tensor, config: Any, first: int) -> torch.Tensor:
-    """Returns a weight with the rows of each head in another order.
+    """Returns a weight with the rows of each head in another order: `first` is 2 to write, half of a head to read back.
 
     llama.cpp turns neighbours in a Llama's head by one angle, transformers the first half with the second.
-
-    Args:
-        first: 2 to write, half of a head to read back.
     """
     if _ARCHITECTURES[config.model_type] != "llama" or not name.endswith(("q_proj.weight", "k_proj.weight")):
         return rows

@@ -43,10 +43,7 @@ def attach(network: nn.Module, recipe: Recipe, head: Head | None = None) -> nn.M
 
     The adapters are fp32 and drawn from `recipe.seed`: the same on every rank and backend. What a classifier adds to
     the pretrained network is new, and trained whole. Without a `lora` section the network is returned as it is, and
-    so is one that has its adapters.
-
-    Args:
-        head: What the network is for; written into the adapter's configuration.
+    so is one that has its adapters. `head` is written into the adapter's configuration.
 
     Raises:
         RecipeError: If the section does not fit the network.

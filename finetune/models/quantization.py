@@ -71,11 +71,7 @@ def kept_modules(network: PreTrainedModel, section: ModelSection, head: Head) ->
 
 
 def packable_modules(network: nn.Module, section: ModelSection, kept: list[str]) -> list[tuple[str, Any]]:
-    """Returns the linear modules that `quantize` packs, or transformers while it loads them, by name.
-
-    Args:
-        kept: Names of modules that are not packed.
-    """
+    """Returns the linear modules but `kept` that `quantize` packs, or transformers while it loads them, by name."""
     # Of 8 bits four go to a number; a module whose rows do not fit stays as it is.
     of_eight = section.quantization == "int8"
     of_gpt2 = "Conv1D" if section.name is not None and not of_eight else None
@@ -86,8 +82,7 @@ def packable_modules(network: nn.Module, section: ModelSection, kept: list[str])
 def loading_config(section: ModelSection, kept: list[str]) -> Any | None:
     """Returns the config by which `from_pretrained` quantises weights as it reads them; None if it is not to.
 
-    Args:
-        kept: Names of modules that are not packed; none for those that transformers keeps by itself.
+    Without names of modules that are `kept`, transformers keeps some by itself.
     """
     if section.quantization is not None:
         require_installed("bitsandbytes", f"model.quantization {section.quantization}")

@@ -40,11 +40,7 @@ _sent_at: dict[tuple[Event, Any], float] = {}
 
 
 def check_alert(guard: GuardSection, env: Mapping[str, str]) -> None:
-    """Refuses a command that a worker's `env` does not have, and a variable that holds no URL; rank 0 sends alerts.
-
-    Raises:
-        RecipeError: With what is missing.
-    """
+    """Raises a `RecipeError` for a command that a worker's `env` lacks, or a variable that holds no URL."""
     if guard.alert is None or env.get("RANK", "0") != "0" or _webhook(guard.alert, env) is not None:
         return
     command = shlex.split(guard.alert)[0]
@@ -59,10 +55,8 @@ def send_alert(guard: GuardSection, event: Event, text: str, facts: Mapping[str,
     """Sends an alert if the recipe asks for it; rank 0 calls it, or another rank that speaks for all, on any thread.
 
     It raises nothing. It returns at once, and sends the same event of a run every ten minutes at most; with `wait`, as
-    before a process ends, it returns once all alerts are sent, or after 9 s.
-
-    Args:
-        facts: `run`, the run directory, and more figures of the run, such as `step`. The host is added.
+    before a process ends, it returns once all alerts are sent, or after 9 s. `facts` are `run`, the run directory, and
+    more figures of the run, such as `step`; the host is added.
     """
     try:
         if guard.alert is not None and event in guard.alert_on and (wait or _is_due(event, facts.get("run"))):

@@ -72,11 +72,7 @@ class Variant:
 
 
 def part_of(variant: Variant, size: int) -> Variant:
-    """Returns what each of `size` ranks has of a variant whose layers they split.
-
-    Raises:
-        BackendError: If they cannot.
-    """
+    """Returns what each of `size` ranks has of a variant whose layers they split; a `BackendError` if they cannot."""
     if isinstance(variant.division, str):
         raise BackendError(variant.division)
     variant.division.check(size)
@@ -165,11 +161,8 @@ def with_vocabulary_size(recipe: Recipe) -> Recipe:
 def build_skeleton(recipe: Recipe, stored: str | None, packed_as: Recipe | None = None) -> tuple[nn.Module, Packable]:
     """Builds the network that `build_network.build_model` would, without storage.
 
-    Args:
-        packed_as: The recipe that it is to be packed for, if another.
-
-    Returns:
-        The network, and its linear modules that are to be packed, with the shapes of their weights.
+    Returns it with its linear modules that are to be packed, for `packed_as` if that is given, and their weights'
+    shapes.
 
     Raises:
         RecipeError: If it cannot be built without weights.
@@ -299,8 +292,7 @@ def _stored_dtype(recipe: Recipe, network: nn.Module, stored: str | None) -> tor
 def pack_linear(module: Any, recipe: Recipe, shape: torch.Size, *, part: bool = False) -> int:
     """Gives a linear module a weight of the size that packing leaves; returns the bytes of scales beside it.
 
-    Args:
-        part: True if `shape` is a rank's part of a split weight, whose scales are no longer quantized themselves.
+    If `shape` is a rank's `part` of a split weight, its scales are no longer quantized themselves.
     """
     out, inputs = shape
     count, bits = out * inputs, 8 if recipe.model.quantization == "int8" else 4

@@ -26,14 +26,7 @@ def bounded_work(what: str, instead: str) -> Iterator[None]:
     """Ends the work inside once it has computed for `MAX_SECONDS`, or has taken `MAX_BYTES` of memory.
 
     Only Python's main thread can be interrupted; in others nothing is bounded. One operation, such as a power of two
-    large numbers, is not interrupted.
-
-    Args:
-        what: Name of the work, for the message.
-        instead: Advice on what to change.
-
-    Raises:
-        DataError: If the work was ended.
+    large numbers, is not interrupted. The `DataError` names `what` was ended, and says what to do `instead`.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -20,11 +20,7 @@ class _VisibleConsole(Console):
 
 
 def plain_console(**options: Any) -> Console:
-    """Returns a console that prints texts as they are, and wraps them at words on a terminal only.
-
-    Args:
-        options: More options of `Console`.
-    """
+    """Returns a console that prints texts as they are, and wraps them at words on a terminal only."""
     console = _VisibleConsole(highlight=False, markup=False, **options)
     if not console.is_terminal and "soft_wrap" not in options:
         console.soft_wrap, console.width = True, 1000
@@ -32,12 +28,9 @@ def plain_console(**options: Any) -> Console:
 
 
 def progress_bar(console: Console, *columns: ProgressColumn, known: bool = True, **options: Any) -> Progress:
-    """Returns a progress display of one line, whose bar takes the room that the columns leave.
+    """Returns a progress display of one line, whose bar takes the room that the columns before it leave.
 
-    Args:
-        columns: Columns before the bar.
-        known: True if the end is known; else there is no bar, and no time left.
-        options: More options of `Progress`.
+    If the end is not `known`, there is no bar, and no time left. The options are those of `Progress`.
     """
     if known:
         bar = BarColumn(bar_width=None, table_column=Column(ratio=1))
@@ -46,11 +39,7 @@ def progress_bar(console: Console, *columns: ProgressColumn, known: bool = True,
 
 
 def plain_table(*columns: str, right: tuple[str, ...] = ()) -> Table:
-    """Returns a table without lines, which cuts nothing off; columns without names get no head.
-
-    Args:
-        right: Columns that are aligned on the right.
-    """
+    """Returns a table without lines, which cuts nothing off; columns without names get no head."""
     table = Table(box=None, pad_edge=False, show_header=any(columns), padding=(0, 2, 0, 0))
     for number, name in enumerate(columns):
         justify: Literal["left", "right"] = "right" if name in right else "left"

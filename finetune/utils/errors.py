@@ -16,12 +16,9 @@ class FinetuneError(Exception):
 
     @classmethod
     def of(cls, place: str, problems: Sequence[str], advice: str = "") -> Self:
-        """Returns an error with one problem or several.
+        """Returns an error with one problem or several of a `place`, such as a file, and what to do about any of them.
 
-        Args:
-            place: Place of the problems, such as a file.
-            problems: Problems, each with its own place.
-            advice: Sentence on what to do about any of them.
+        Each problem has its own place.
         """
         sentences = [problem if problem.endswith((".", "?")) else f"{problem}." for problem in problems]
         if len(sentences) == 1:
@@ -36,8 +33,7 @@ class FinetuneError(Exception):
     def explaining(cls, what: str, advice: str, *causes: type[Exception]) -> Iterator[None]:
         """Raises an error of this class in place of others: `WHAT: REASON. ADVICE`; what was raised on purpose stays.
 
-        Args:
-            causes: Classes of the others; OSError and ValueError if left out.
+        The others are of the classes `causes`, OSError and ValueError if left out.
         """
         caught = causes or (OSError, ValueError)
         try:

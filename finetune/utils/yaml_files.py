@@ -32,14 +32,7 @@ def check_length(text: str) -> None:
 
 
 def parse(text: str, loader: Any = yaml.SafeLoader) -> Any:
-    """Returns the plain values of a YAML text.
-
-    Args:
-        loader: One of PyYAML's loaders, or a class of that kind.
-
-    Raises:
-        YamlProblem: If it is not valid YAML, or too large; with the line.
-    """
+    """Returns the plain values of a YAML text, by one of PyYAML's loaders; a `YamlProblem` has the line."""
     check_length(text)
     try:
         reader = loader(text)

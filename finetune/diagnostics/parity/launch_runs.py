@@ -28,8 +28,7 @@ from finetune.utils.shipped_files import launch_file
 def find_launches(names: str, num_processes: int | None = None) -> dict[str, Launch]:
     """Returns the launches of `--on`: names of `accelerate_configs/` or files, with commas, the reference first.
 
-    Args:
-        num_processes: Processes of each; None: as many as its launch file says.
+    Each has `num_processes`, or as many as its launch file says.
 
     Raises:
         RecipeError: If fewer than two are named, or one twice.

@@ -29,10 +29,8 @@ MEANINGS: Mapping[str, tuple[str, str]] = {key: (meaning, unit) for key, (meanin
 def read_deepspeed_file(path: str, file: str | None) -> tuple[str, dict[str, Any]]:
     """Reads the config that a launch file, or the environment, names; returns where it is, and its keys and values.
 
-    These have the names of DeepSpeed's documentation, whichever are written.
-
-    Args:
-        path: As it is named: beside the launch file, in the folder above it, as in a checkout, or where we are.
+    It lies beside the launch file, in the folder above it, as in a checkout, or where we are. Keys have the names of
+    DeepSpeed's documentation, whichever are written.
 
     Raises:
         BackendError: If there is none, it cannot be read, or it holds keys that DeepSpeed does not know.

@@ -88,8 +88,7 @@ class Heartbeat:
     def workers_ended(self, codes: Sequence[int | None]) -> None:
         """Ends the launch on all machines at once if one of this machine's workers has failed.
 
-        Args:
-            codes: Exit code of each worker, in the order of their ranks; None for one that runs.
+        `codes` are their exit codes, in the order of their ranks; None for one that runs.
         """
         failed = [(rank, code) for rank, code in enumerate(codes) if code and code not in (REQUEUE, LOST_RANK)]
         if not failed:

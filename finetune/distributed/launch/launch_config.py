@@ -362,13 +362,9 @@ def check_tasks(env: Mapping[str, str], machines: int) -> None:
 
 
 def refuse_launcher(recipe: str, config: str) -> NoReturn:
-    """Refuses launchers that know no launch file, and whose users may take what runs for something else.
+    """Raises a `BackendError` for launchers that know no launch file, with the command to take.
 
-    Args:
-        config: DeepSpeed's JSON that `--deepspeed` names; "" for none.
-
-    Raises:
-        BackendError: With the command to take.
+    `config` is DeepSpeed's JSON that `--deepspeed` names; "" for none.
     """
     name, keeps = "zero2", ""
     if config:

@@ -320,11 +320,7 @@ def _end_workers_sooner(sent: Sequence[int], alert: FailureAlert, heartbeat: "He
 
 
 def _account(who: str, code: int, alert: FailureAlert | None, heartbeat: "Heartbeat | None" = None) -> int:
-    """Says how a worker ended, unless that is said already; returns the exit code as a shell would.
-
-    Args:
-        alert: What tells of it, if this launcher is to.
-    """
+    """Says how a worker ended, unless that is said already, and alerts; returns the exit code as a shell would."""
     text = f"{who} {how_ended(code)}; its output says more."
     if code < 0 and (heartbeat is None or not heartbeat.has_ended_workers):
         to_stderr(f"\n{text}")

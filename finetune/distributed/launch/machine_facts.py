@@ -212,11 +212,7 @@ def named_machines(ranks: Sequence[int]) -> str:
 
 
 def find_warnings(machines: Sequence[MachineFacts], clocks_s: Mapping[int, float]) -> list[str]:
-    """Returns sentences on differences with which a launch goes on.
-
-    Args:
-        clocks_s: Seconds that each machine's clock is ahead of the first one's, by rank.
-    """
+    """Returns sentences on differences with which a launch goes on; clocks are ahead of the first one's, by rank."""
     notices, first = [], machines[0]
     for other in machines[1:]:
         pairs = [

@@ -130,8 +130,7 @@ def tell_problem(plan: MachinePlan, problem: str, say: Callable[[str], None]) ->
 def hand_over(plan: MachinePlan, variable: str) -> None:
     """Leaves the plan to the program that this process turns into, in a file without a name, which ends with it.
 
-    Args:
-        variable: Variable of the environment that gets the file's number.
+    The `variable` of the environment gets the file's number.
     """
     file = tempfile.TemporaryFile()  # noqa: SIM115
     file.write(json.dumps(asdict(plan), default=str).encode())

@@ -15,13 +15,9 @@ _DEBUG = "TORCH_DISTRIBUTED_DEBUG"
 
 
 def check_devices(launch: Launch, gpus: int, env: Mapping[str, str]) -> None:
-    """Refuses what this machine's devices, and what processes talk by without GPUs, cannot run.
+    """Raises a `BackendError` for what this machine's GPUs, or what processes talk by without any, cannot run.
 
-    Args:
-        env: A worker's environment.
-
-    Raises:
-        BackendError: With what is missing.
+    `env` is a worker's environment.
     """
     local, detail = int(env.get("LOCAL_WORLD_SIZE", "1")), env.get(_DEBUG, "").upper() == "DETAIL"
     if gpus and local > gpus:
@@ -52,14 +48,7 @@ def check_devices(launch: Launch, gpus: int, env: Mapping[str, str]) -> None:
 
 
 def check_recipe(recipe: Recipe, launch: Launch, precision: str) -> None:
-    """Refuses what a recipe asks for and the launch cannot do.
-
-    Args:
-        precision: `fp32`, `bf16` or `fp16`.
-
-    Raises:
-        BackendError: With the key to change.
-    """
+    """Raises a `BackendError` for what a recipe asks for, in fp32, bf16 or fp16, and the launch cannot do."""
     if launch.kind == "zero3" and recipe.model.gradient_checkpointing == "selective":
         raise BackendError(
             f"{launch.place} asks for ZeRO stage 3, which gathers weights inside of what "
@@ -85,11 +74,7 @@ def check_recipe(recipe: Recipe, launch: Launch, precision: str) -> None:
 
 
 def check_packed_weights(recipe: Recipe, launch: Launch, ds_config: Mapping[str, Any]) -> None:
-    """Refuses a cast of all weights to 16 bit where some of them are packed.
-
-    Args:
-        ds_config: The DeepSpeed config, completed; empty for other launches.
-    """
+    """Refuses a cast of all weights to 16 bit where some of them are packed; `ds_config` is completed, or empty."""
     casts = launch.uses_fsdp and launch.mixed_precision != "no"
     casts = casts or any((ds_config.get(name) or {}).get("enabled") for name in ("bf16", "fp16"))
     if casts and recipe.model.quantization is not None:

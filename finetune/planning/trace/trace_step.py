@@ -65,8 +65,7 @@ def reason_of(error: Exception) -> str:
 def trace_step(recipe: Recipe, launch: Launch, stored: str | None) -> dict[str, Any]:
     """Traces the second step of a run, or a later one: the optimiser has its state, and buckets are there.
 
-    Args:
-        stored: The dtype of frozen weights as they are stored; None reads it off them.
+    `stored` is the dtype of frozen weights as they are stored; None reads it off them.
     """
     task = find_task(recipe)
     backend = fake_backend.start_backend(recipe, launch)
@@ -171,8 +170,7 @@ class Packed4bit(nn.Linear):
 def replace_quantized(network: nn.Module, modules: list[tuple[Any, torch.Size]], recipe: Recipe) -> None:
     """Puts stand-ins in the place of linear modules of a network on the meta device.
 
-    Args:
-        modules: With the shapes of their weights before layers were split over ranks.
+    They come with the shapes of their weights before layers were split over ranks.
     """
     layers: list[Any] = [m for m in network.modules() if hasattr(m, "lora_A") and hasattr(m, "get_base_layer")]
     adapted = {id(layer.get_base_layer()) for layer in layers}

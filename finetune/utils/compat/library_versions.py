@@ -57,14 +57,11 @@ def minor(version: str | None) -> tuple[int, ...]:
 
 
 def require_installed(library: str, user: str, extra: str | None = None) -> None:
-    """Checks that a library that not every run needs is there.
+    """Raises a `LibraryVersionError` if a library that not every run needs is missing, with what installs it.
 
     Args:
         user: User of the library, as the subject of a sentence.
         extra: The extra of this package that installs it.
-
-    Raises:
-        LibraryVersionError: If it is not installed; with the command that installs it.
     """
     if importlib.util.find_spec(library) is None:
         package = library if extra is None else f"'finetune[{extra}]'"
@@ -74,15 +71,11 @@ def require_installed(library: str, user: str, extra: str | None = None) -> None
 
 
 def require(library: str, owner: Any, *names: str) -> None:
-    """Checks that a library has the names that are used of it.
+    """Raises a `LibraryVersionError` if a library lacks names that are used of it.
 
     Args:
-        library: Name of the library, as it is installed.
         owner: A module or class. Names that only its instances have are looked up in the code of its functions.
         *names: Attributes of `owner`, or of instances of it.
-
-    Raises:
-        LibraryVersionError: With the names that are missing.
     """
     missing = [name for name in names if not hasattr(owner, name)]
     if missing:
