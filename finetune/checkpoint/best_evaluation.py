@@ -14,7 +14,6 @@ class BestEvaluation:
     have ended."""
 
     by: str | None
-    """`checkpoint.keep_best_by`."""
     step: int | None = None
     value: float | None = None
     evaluations: int = 0

@@ -41,7 +41,6 @@ class ResumePoint:
     finished: bool = False
     """True if the run had come to its end, and all is written."""
     results: dict[str, Any] = field(default_factory=dict)
-    """Results of the run so far."""
 
     @property
     def address(self) -> str:

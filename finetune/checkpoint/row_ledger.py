@@ -161,7 +161,6 @@ class Epoch:
 
     number: int
     rows: int
-    """Rows that the epoch has."""
     uses: npt.NDArray[np.uint8]
     """How often each row was used."""
 

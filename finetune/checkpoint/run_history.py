@@ -45,7 +45,6 @@ STATUSES: dict[Status, str] = {
     "diverged": "too many steps in a row were not finite",
     "lost": "its process is gone, and did not say why: killed, crashed, or its machine went down",
 }
-"""Meanings of statuses."""
 
 _PHASES = ("data_s", "forward_backward_s", "optimizer_s")
 TRAINING = ("step", "epoch", *STEP_NUMBERS, *_PHASES, "peak_memory_gib", "mfu", "skipped_steps", "overflows")
@@ -170,19 +169,16 @@ class RunHistory:
 
     @property
     def name(self) -> str:
-        """The directory's name."""
         return self.directory.resolve().name
 
     @property
     def step(self) -> int:
-        """The last step that is known."""
         known = [int(self.training["step"][-1])] if len(self.training["step"]) else [0]
         known += [start.from_step for start in self.starts[-1:]] + [saved.step for saved in self.checkpoints[-1:]]
         return max(known)
 
     @property
     def num_steps(self) -> int | None:
-        """Steps of the whole run."""
         steps: int | None = self.facts.get("length", {}).get("num_steps")
         return steps
 

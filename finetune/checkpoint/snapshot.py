@@ -34,7 +34,6 @@ class _Entry:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
         return math.prod(self.shape) * self.copy.itemsize
 
 

@@ -89,7 +89,6 @@ class ChatSession:
                 to_stderr(f"{error}")
 
     def _take(self, line: str) -> None:
-        """Does what a line asks for."""
         command, _, value = line.strip().partition(" ")
         if not line.startswith("/"):
             if line.strip():

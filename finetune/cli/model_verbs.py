@@ -206,7 +206,6 @@ def predict(parsed: argparse.Namespace) -> None:
 
 
 def _given_fields(parsed: argparse.Namespace) -> dict[str, Any]:
-    """Keys of a source that the command line gives."""
     fields = {name: getattr(parsed, name, None) for name in ("text_field", "pair_field", "label_field", "field")}
     return {name: value for name, value in fields.items() if value is not None}
 

@@ -177,7 +177,6 @@ def _run_name(project: Project) -> str:
 
 
 def _as_tree(folder: Path, files: dict[str, str]) -> list[str]:
-    """Returns lines that show the written files."""
     tree = Tree(f"Written to {folder}")
     folders: dict[str, Tree] = {}
     for name in sorted(files):
@@ -321,5 +320,4 @@ def _seen_from(folder: Path, project: Project) -> Project:
 
 
 def _render(name: str, project: Project, **values: object) -> str:
-    """Returns the text of a file of the project."""
     return _FILES.get_template(f"{name}.jinja").render(**vars(project), classifier=classification.NAME, **values)

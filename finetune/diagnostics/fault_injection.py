@@ -120,7 +120,6 @@ FAULTS = {
         ((tensor, "counts_in_norm", lambda whole, splits, name: True),),
     ),
 }
-"""Faults by name."""
 
 
 @contextmanager

@@ -144,7 +144,6 @@ def replay_step(directory: Path, number: int, *, trust_remote_code: bool = False
 
 
 def _ledger_entry(directory: Path, number: int) -> row_ledger.Used:
-    """Returns the ledger's line of a step."""
     first = last = 0
     for entry in row_ledger.used_rows(directory):
         last = entry.step + 1
@@ -179,7 +178,6 @@ def _nearest_checkpoint(directory: Path, facts: dict[str, Any], most: int) -> st
 
 
 def _take_step(run: BuiltRun, step: int) -> StepOutput:
-    """Takes a step as the loop does."""
     lr_schedule.set_learning_rates(run.optimizer, step, run.length.num_steps, run.recipe)
     return train_step(run, step)
 

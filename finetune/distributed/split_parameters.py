@@ -17,7 +17,6 @@ class Split:
     shape: tuple[int, ...]
     """Shape of the whole parameter."""
     dim: int
-    """The dimension that is split."""
     blocks: int = 1
     """Parts of it, one behind the other, of which each is split: an MLP's gate and up projection may be one tensor."""
     packed: int | None = None
@@ -58,4 +57,3 @@ class Splits:
 
 
 UNSPLIT = Splits()
-"""Nothing is split."""

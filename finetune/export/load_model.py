@@ -219,7 +219,6 @@ def _load_plain(
 
 
 def _task_of(config: Any, name: str) -> Task:
-    """The task that a network of transformers is for."""
     kinds = config.architectures or []
 
     def fits(head: Head) -> bool:

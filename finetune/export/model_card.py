@@ -84,7 +84,6 @@ def _front_matter(source: WeightSource, kind: str, base_folder: Path | None, hea
 
 
 def _licence(base_folder: Path | None) -> dict[str, Any]:
-    """The licence that the base's card names."""
     card = None if base_folder is None else base_folder / "README.md"
     if card is None or not card.is_file():
         return {}

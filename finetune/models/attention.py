@@ -190,7 +190,6 @@ def _by_document(
 def _by_kernel(
     heads: Sequence[torch.Tensor], cu_seqlens: torch.Tensor, longest: int, scaling: float | None, window: int | None
 ) -> torch.Tensor:
-    """Attends by torch's kernel for documents of several lengths."""
     from torch.nn.attention.varlen import varlen_attn
 
     query, key, value = heads
@@ -228,6 +227,5 @@ def keep_eager() -> None:
 
 @cache
 def _register() -> None:
-    """Makes `NAME` known to transformers."""
     AttentionInterface.register(NAME, _attend)
     AttentionMaskInterface.register(NAME, sdpa_mask)

@@ -36,7 +36,6 @@ class Head:
 
     @property
     def auto(self) -> Any:
-        """The class of transformers."""
         return getattr(transformers, self.auto_class)
 
 

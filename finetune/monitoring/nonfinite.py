@@ -44,7 +44,6 @@ class NonFiniteGuard:
 
     @property
     def total(self) -> int:
-        """Steps that were skipped so far."""
         return sum(self.counts.values())
 
     def check(self, output: StepOutput | None) -> dict[str, Any] | None:

@@ -167,7 +167,6 @@ def _made(optim: OptimSection, parameters: Any, arguments: dict[str, Any]) -> Op
 def _step(
     optim: OptimSection, optimizer: Any, weights: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor]
 ) -> None:
-    """A step on a trial."""
     for weight, gradient in zip(weights, gradients, strict=True):
         weight.grad = gradient
     what = f"optim.name: {optim.name} cannot take a step with dense gradients and nothing else"

@@ -128,7 +128,6 @@ def _by_cost(plan: Plan, console: Console, unit: str) -> None:
 
 
 def _largest(candidate: Candidate, unit: str) -> str:
-    """Returns the three largest parts of a peak."""
     parts = sorted((candidate.parts or {}).items(), key=lambda part: -part[1])[:3]
     return ", ".join(f"{name} {_size(size, unit)}" for name, size in parts if size)
 

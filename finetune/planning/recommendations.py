@@ -25,7 +25,6 @@ class Advice:
     """The launch to take."""
 
     candidate: Candidate | None
-    """None if nothing fits."""
     changes: tuple[str, ...]
     """To the recipe, as they are written on the command line."""
     reason: str

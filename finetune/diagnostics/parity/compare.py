@@ -60,7 +60,6 @@ class FinishedRun:
 
     @property
     def last(self) -> int:
-        """Number of its last step."""
         return int(self.facts["length"]["num_steps"])
 
     @property

@@ -164,7 +164,6 @@ class Heartbeat:
                 os.write(sys.stderr.fileno(), f"\nError: {ending.text}\n".encode())
 
     def _count(self) -> None:
-        """Counts, and reads the counts of others."""
         number, ranks, reported = 0, list(self._counts), False
         while not self._over.is_set():
             number += 1
@@ -220,7 +219,6 @@ class Heartbeat:
                 os._exit(self._ending.code)
 
     def _find_silence(self, now: float) -> _Ending | None:
-        """Finds out which machines stand still."""
         limit = min(self._timeout_s, _SUSPECT_S) if self._lost_ranks else self._timeout_s
         here, quiet = self._machines[self._own].place, now - max(self._reached, self._awake)
         if self._own and 0 not in self._left and quiet > limit:

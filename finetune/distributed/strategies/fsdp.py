@@ -160,7 +160,6 @@ def _leaves(model: Any) -> dict[str, torch.Tensor | None]:
 
 
 def _trained_whole(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Returns the trained parameters that each rank holds whole."""
     return {inner_name(name): p for name, p in model.named_parameters() if p.requires_grad and held_whole(p)}
 
 

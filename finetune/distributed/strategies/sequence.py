@@ -29,7 +29,6 @@ class RowGroup:
     splits: bool = True
     """False while each rank computes whole rows by itself."""
     exchanges: int = 0
-    """All-to-alls so far."""
     parts: int = 1
     """Length of rows after the last exchange for heads, relative to before."""
 

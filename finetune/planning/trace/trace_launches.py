@@ -90,7 +90,6 @@ def trace_all(plan: Plan, candidates: list[Candidate], stored: str | None, say: 
 
 
 def _run(job: str, env: dict[str, str]) -> dict[str, Any]:
-    """Has a process of its own take a step."""
     with temporary_folder() as folder:
         file, result = folder / "job.json", folder / "result.json"
         file.write_text(job, encoding="utf-8")
