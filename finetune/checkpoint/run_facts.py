@@ -95,8 +95,7 @@ def brief_list(items: Sequence[int | str], most: int = 10) -> str:
 def read_metrics(directory: Path) -> Lines:
     """Returns the lines of a run's metrics, as the file has them."""
     return read_whole_lines(
-        directory / METRICS,
-        lambda line: json_files.shape_mismatch(line, _STEP, ["step"]) is None and line["step"] >= 0,
+        directory / METRICS, lambda line: json_files.shape_mismatch(line, _STEP, ["step"]) is None and line["step"] >= 0
     )
 
 

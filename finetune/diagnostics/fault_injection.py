@@ -91,22 +91,12 @@ FAULTS = {
         "each micro-batch's loss is divided by its own targets, and the means are averaged",
         ((*_EXCHANGE, _average_means), (*_FORWARD, _scale_loss)),
     ),
-    "lost-rank": Fault(
-        "the last rank's rows are dropped",
-        ((*_EXCHANGE, _lose_rank), (*_FORWARD, _scale_loss)),
-    ),
+    "lost-rank": Fault("the last rank's rows are dropped", ((*_EXCHANGE, _lose_rank), (*_FORWARD, _scale_loss))),
     "scheduler": Fault(
-        "the learning rate's schedule advances by one step a rank",
-        ((lr_schedule, "lr_at", _step_schedule_by_rank),),
+        "the learning rate's schedule advances by one step a rank", ((lr_schedule, "lr_at", _step_schedule_by_rank),)
     ),
-    "bf16-loss": Fault(
-        "the loss of each micro-batch is rounded to bf16",
-        ((*_FORWARD, _round_loss),),
-    ),
-    "leaking-documents": Fault(
-        "documents that share a row see each other",
-        ((sequence, "split", _leak_documents),),
-    ),
+    "bf16-loss": Fault("the loss of each micro-batch is rounded to bf16", ((*_FORWARD, _round_loss),)),
+    "leaking-documents": Fault("documents that share a row see each other", ((sequence, "split", _leak_documents),)),
     "lost-targets": Fault(
         "targets are shifted after rows are split, so that the last token of each part has none",
         ((sequence, "split", _lose_targets),),

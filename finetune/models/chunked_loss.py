@@ -125,11 +125,7 @@ def rows_of_chunk(tokens: int, vocabulary: int) -> int:
 
 
 def loss_of(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    targets: torch.Tensor,
-    dtype: torch.dtype,
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
     """Returns the summed cross-entropy of `hidden @ weight.T + bias`, a scalar in fp32.
 

@@ -32,14 +32,7 @@ class Reporter:
     """Writes metrics on rank 0, and shows progress there: a bar on a terminal, a line for each log step elsewhere."""
 
     def __init__(
-        self,
-        backend: Backend,
-        directory: Path,
-        num_steps: int,
-        *,
-        trackers: Trackers,
-        quiet: bool,
-        guard: GuardSection,
+        self, backend: Backend, directory: Path, num_steps: int, *, trackers: Trackers, quiet: bool, guard: GuardSection
     ) -> None:
         """`trackers` hear what `metrics.jsonl` does, while the reporter is entered."""
         self._main, self._guard, self._directory = backend.is_main, guard, directory

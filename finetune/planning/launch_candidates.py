@@ -64,13 +64,7 @@ def setting_of(recipe: Recipe) -> StepSetting:
 
 
 def assess_candidate(
-    name: str,
-    launch: Launch,
-    variant: Variant,
-    setting: StepSetting,
-    gpu: Gpu,
-    *,
-    device: Device = "cuda",
+    name: str, launch: Launch, variant: Variant, setting: StepSetting, gpu: Gpu, *, device: Device = "cuda"
 ) -> Candidate:
     """Predicts what a rank holds of a candidate, and whether that fits."""
     recipe = setting.applied_to(variant.recipe)

@@ -42,7 +42,7 @@ def print_plan(plan: Plan, console: Console, *, energy: bool = False) -> None:
     console.print(
         f"{unit} a rank: from step to step (wherever it rests) > peak on the device. Fits: with a margin of "
         f"{max(c.margin for c in plan.candidates.values()):.0%} and 1 GiB for context and libraries; tight: without "
-        "the margin.",
+        "the margin."
     )
     own_micro = plan.recipe.batch.rows
     for micro in sorted({c.setting.micro for c in plan.candidates.values() if c.memory is not None} - {own_micro}):

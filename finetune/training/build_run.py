@@ -32,14 +32,7 @@ from finetune.distributed.split_parameters import UNSPLIT
 from finetune.distributed.strategies import sequence
 from finetune.distributed.verify_launch import RuntimeReport
 from finetune.export import save_model
-from finetune.models import (
-    activation_checkpointing,
-    float8,
-    frozen_weights,
-    lora_adapters,
-    quantization,
-    split_layers,
-)
+from finetune.models import activation_checkpointing, float8, frozen_weights, lora_adapters, quantization, split_layers
 from finetune.models.build_network import check_pretrained, init_weights, set_stop_tokens, settle_parameters
 from finetune.models.forward_wrapper import ForwardWrapper, unwrap
 from finetune.models.pretrained_files import Weights, files_beside

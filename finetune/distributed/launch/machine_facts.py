@@ -33,10 +33,7 @@ _COMPARED = {
     "recipe": ("Recipe", "Start the same command, with the same recipe and values, on every machine."),
     "code": ("Files of finetune", "Install the same finetune on every machine."),
     "own_code": ("Code that the recipe names", "Copy the same files to every machine."),
-    "versions": (
-        "Versions",
-        "Install the same versions on every machine: `make setup`, or one container image.",
-    ),
+    "versions": ("Versions", "Install the same versions on every machine: `make setup`, or one container image."),
     "devices": ("Devices", "Start on machines of one kind."),
 }
 

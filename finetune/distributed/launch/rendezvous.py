@@ -83,11 +83,7 @@ def plan_machine(
 
 @contextmanager
 def problems_told(
-    config_file: str,
-    options: Mapping[str, str],
-    verb: str,
-    timeouts: Mapping[str, float],
-    say: Callable[[str], None],
+    config_file: str, options: Mapping[str, str], verb: str, timeouts: Mapping[str, float], say: Callable[[str], None]
 ) -> Iterator[None]:
     """Tells the other machines of a launch of an error that is raised within; they would wait for this machine.
 
@@ -517,9 +513,5 @@ class _Judge:
                 "that all are in."
             )
         clocks = {int(other): link["clock_s"] for other, link in rows.get(0, {}).items()}
-        reached = {
-            "problems": problems,
-            "links": rows,
-            "warnings": machine_facts.find_warnings(machines, clocks),
-        }
+        reached = {"problems": problems, "links": rows, "warnings": machine_facts.find_warnings(machines, clocks)}
         self._store.set("reached", json.dumps(reached))
