@@ -85,14 +85,10 @@ class RunDirectory:
             CheckpointError: If it cannot be written or read.
         """
         path = Path(recipe.output.dir)
-        try:
+        advice = "Choose a folder that this user may write to."
+        with CheckpointError.explaining(f"output.dir: cannot write to {path}", advice, OSError):
             path.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=path).close()
-        except OSError as error:
-            raise CheckpointError(
-                f"output.dir: cannot write to {path}: {error.strerror or error}. Choose a folder that this user may "
-                "write to."
-            ) from error
         # They could lead what a run writes and deletes to other places.
         for name in (*_LEFT, *_MORE):
             for file in (path / name, path / f"{name}.staging"):
@@ -385,10 +381,8 @@ def _is_run(path: Path) -> bool:
 
 def _hold(path: Path) -> filelock.BaseFileLock:
     """Takes the directory for this process; the system gives it back when the process ends."""
-    try:
+    with CheckpointError.explaining(f"output.dir: {path} cannot be locked", "", OSError):
         file, reason = atomic_files.lock_file(path, ".lock")
-    except OSError as error:
-        raise CheckpointError(f"output.dir: {path} cannot be locked: {error.strerror or error}.") from error
     if reason is not None:
         to_stderr(
             f"output.dir: the file system of {path} has no locks (flock: {reason}). {file} is locked instead, which "

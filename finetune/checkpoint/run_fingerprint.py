@@ -85,7 +85,7 @@ def base_of(recipe: Recipe, files: dict[str, str] | None = None) -> dict[str, An
         contents = base_files(recipe) if files is None else files
         return {"name": recipe_paths.place_of_model(section.name), "revision": None, "digest": digest_of(contents)}
     # The commit is the name of the folder in the local cache; configurations do not say it.
-    commit = folder.name if (folder := _base_folder(section)) is not None else f"{section.name}@{section.revision}"
+    commit = folder.name if (folder := base_folder(section)) is not None else f"{section.name}@{section.revision}"
     return {"name": section.name, "revision": section.revision, "digest": commit}
 
 
@@ -94,16 +94,14 @@ def base_files(recipe: Recipe) -> dict[str, str]:
 
     Digests are remembered in `data.cache_dir`. Files that cannot be read raise a `RecipeError`.
     """
-    if (folder := _base_folder(recipe.model)) is None:
+    if (folder := base_folder(recipe.model)) is None:
         return {}
-    try:
+    with RecipeError.explaining(f"model.name: {folder} cannot be read", "", OSError):
         files = sorted({file for pattern in _WEIGHTS for file in folder.glob(pattern)})
         return {file.name: _digest(file, Path(recipe.data.cache_dir) / "digests") for file in files}
-    except OSError as error:
-        raise RecipeError(f"model.name: {folder} cannot be read: {error.strerror or error}.") from error
 
 
-def _base_folder(section: ModelSection) -> Path | None:
+def base_folder(section: ModelSection) -> Path | None:
     """Returns the folder of the pretrained model, for one on the hub that in the local cache; None if there is none."""
     if section.name is None or Path(section.name).is_dir():
         return None if section.name is None else Path(section.name)

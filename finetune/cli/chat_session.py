@@ -171,10 +171,8 @@ class ChatSession:
             json.dumps({"messages": self._turns(self._asked, answers)}, ensure_ascii=False)
             for answers in self._answers.values()
         ]
-        try:
+        with RecipeError.explaining(f"{file} cannot be written", "", OSError):
             atomic_files.write_text(file, "\n".join(lines) + "\n")
-        except OSError as error:
-            raise RecipeError(f"{file} cannot be written: {error.strerror}.") from error
         print(f"Written: {file}")
 
 

@@ -373,10 +373,8 @@ def _factory_source(conversion: _Conversion, place: str, name: str) -> list[Valu
             f"{conversion.file} names the data set {name}, and there is none of {', '.join(map(str, files))}, where "
             "LLaMA-Factory looks it up. Copy dataset_info.json beside the config, or name its folder as dataset_dir."
         )
-    try:
+    with RecipeError.explaining(f"{info} cannot be read", "Mend the file."):
         entry: Any = {"hf_hub_url": name} if info is None else json_files.read(info).get(name)
-    except (OSError, ValueError) as error:
-        raise RecipeError(f"{info} cannot be read: {error}. Mend the file.") from error
     if entry is None:
         raise _NotCarried(f"{info} has no {name}")
     tags, listed = entry.get("tags", {}), entry.get("formatting") in ("sharegpt", "openai")
@@ -556,8 +554,9 @@ def _check_launch(recipe: Recipe, name: str, devices: int) -> None:
 
 
 def _read_config(file: Path) -> Values:
-    try:
+    with RecipeError.explaining(f"The config {file} cannot be read", "Name a YAML file."):
         text = read_text(file)
+    try:
         tree = parse(text, RecipeLoader)
         if isinstance(tree, dict) and "${" in text:  # torchtune's references, which may name others
             known = flat({str(key): value for key, value in tree.items()})
@@ -566,9 +565,6 @@ def _read_config(file: Path) -> Values:
             tree = parse(text, RecipeLoader)
     except YamlProblem as error:
         raise RecipeError(f"{error.at(file)}: the config is not valid YAML: {error}. Mend it.") from error
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise RecipeError(f"The config {file} cannot be read: {reason}. Name a YAML file.") from error
     if not isinstance(tree, dict) or not tree:
         raise RecipeError(f"{file} must hold the keys and values of a config, as YAML. Name another file.")
     return {str(key): value for key, value in tree.items()}

@@ -197,10 +197,8 @@ def predict(parsed: argparse.Namespace) -> None:
             sys.stdout.writelines(map(visible, written) if sys.stdout.isatty() else written)
             return
         lines = list(written)
-    try:
+    with CheckpointError.explaining(f"--output {target} cannot be written", "", OSError):
         write_text(target, "".join(lines))
-    except OSError as error:
-        raise CheckpointError(f"--output {target} cannot be written: {error.strerror or error}.") from error
     what = "spans" if to_csv and opened.task.tagged else "documents"
     to_stderr(f"Written: {len(lines) - to_csv:,} {what} into {target}.")
 

@@ -134,10 +134,8 @@ def adapter_config(folder: Path) -> dict[str, Any]:
     file = folder / "adapter_config.json"
     text = (str, type(None))
     shape: json_files.Shape = {"base_model_name_or_path": text, "revision": text, "task_type": text}
-    try:
+    with CheckpointError.explaining(f"{file} cannot be read", "Take an intact copy of the adapter."):
         config: dict[str, Any] = json_files.read(file, shape)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}. Take an intact copy of the adapter.") from error
     return config
 
 

@@ -75,9 +75,8 @@ def read_links(names: Sequence[str]) -> LinkSpeeds:
     for name in names:
         problem = f"--links: {name} is not what `finetune comms --json {name}` writes: "
         try:
-            measured = _Measured.model_validate_json(Path(name).read_bytes())
-        except OSError as error:
-            raise RecipeError(f"--links: cannot read {name}: {error.strerror or error}.") from error
+            with RecipeError.explaining(f"--links: cannot read {name}", "", OSError):
+                measured = _Measured.model_validate_json(Path(name).read_bytes())
         except ValidationError as error:
             first = error.errors()[0]
             reason = f"{'.'.join(map(str, first['loc'])) or 'it'}: {first['msg']}"

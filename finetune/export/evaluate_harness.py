@@ -185,12 +185,10 @@ def read_results(folder: Path) -> list[dict[str, Any]]:
         CheckpointError: If the file is not what `finetune eval --harness` writes.
     """
     file = folder / NAME
-    try:
-        rows: list[dict[str, Any]] = json_files.parse(file.read_bytes())
-    except FileNotFoundError:
+    if not file.exists():
         return []
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}. Restore it from a copy, or remove it.") from error
+    with CheckpointError.explaining(f"{file} cannot be read", "Restore it from a copy, or remove it."):
+        rows: list[dict[str, Any]] = json_files.parse(file.read_bytes())
     if json_files.shape_mismatch(rows, [dict]) is not None or not all(set(row) >= _KEYS for row in rows):
         raise CheckpointError(f"{file} is not what `finetune eval --harness` writes. Move it out of the way.")
     return rows

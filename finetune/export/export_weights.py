@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from finetune.checkpoint import trusted_code
+from finetune.checkpoint.run_fingerprint import base_folder
 from finetune.config import recipe_paths
 from finetune.config.recipe_schema import Recipe
 from finetune.export import find_weights, merge, model_card, verify_export, write_gguf
@@ -130,7 +131,7 @@ def export_weights(
             proof = _verify(job, staging)
             for line in proof:
                 say(line)
-            model_card.write_model_card(staging, source, kind, proof, merge.base_folder(recipe), head)
+            model_card.write_model_card(staging, source, kind, proof, base_folder(recipe.model), head)
             facts = {"run": str(source.run), "step": source.step, "as": kind, "proof": proof}
             if head.may_be_new and job.config.num_labels > 1:
                 facts["classes"] = [str(job.config.id2label[number]) for number in range(job.config.num_labels)]
@@ -310,19 +311,16 @@ def _only_writer(target: Path) -> Iterator[None]:
             f"--to: {target} lies in the run directory {inside}, where a run writes and deletes. Leave --to out, and "
             "it is written below exports/ there, or choose a folder elsewhere."
         )
-    try:
+    with CheckpointError.explaining(f"--to: cannot write to {target.parent}", "Choose another folder.", OSError):
         target.parent.mkdir(parents=True, exist_ok=True)
         file, _ = lock_file(target.parent, f".{target.name}.lock")
         lock = filelock.FileLock(file)
-        lock.acquire(timeout=0)
-    except filelock.Timeout as error:
-        raise RecipeError(
-            f"{target} is being written by another export. Wait until it has ended, or choose another --to."
-        ) from error
-    except OSError as error:
-        raise CheckpointError(
-            f"--to: cannot write to {target.parent}: {error.strerror or error}. Choose another folder."
-        ) from error
+        try:
+            lock.acquire(timeout=0)
+        except filelock.Timeout as error:
+            raise RecipeError(
+                f"{target} is being written by another export. Wait until it has ended, or choose another --to."
+            ) from error
     with lock:
         try:
             if target.exists():

@@ -16,7 +16,7 @@ from finetune.models import lora_adapters
 from finetune.models.build_network import base_dtype, build_base_model, build_model, loading_config
 from finetune.models.heads import Head
 from finetune.models.model_config import resolve_model_config
-from finetune.models.pretrained_files import stored_dtype, weights_folder
+from finetune.models.pretrained_files import stored_dtype
 from finetune.tasks.task import TaskData
 from finetune.tasks.task_lookup import BUILT_IN, head_of, task_config
 from finetune.utils.compat import transformers_private
@@ -138,14 +138,6 @@ def config_of(source: WeightSource, recipe: Recipe, ready: TaskData) -> Any:
     if recipe.lora is not None:
         return task_config(recipe, ready)
     return resolve_model_config(opened_recipe(source, recipe), source_head(source))
-
-
-def base_folder(recipe: Recipe) -> Path | None:
-    """Returns the folder of the base's files; None if there is none, or it is no longer here: only adapters need it."""
-    try:
-        return None if recipe.model.name is None else weights_folder(recipe.model.name, recipe.model.revision)
-    except OSError:
-        return None
 
 
 def opened_recipe(source: WeightSource, recipe: Recipe) -> Recipe:

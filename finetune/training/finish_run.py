@@ -11,8 +11,9 @@ from finetune.checkpoint import best_evaluation, resume_point
 from finetune.checkpoint.checkpoint_store import name_of
 from finetune.checkpoint.resume_point import ResumePoint
 from finetune.checkpoint.run_facts import read_facts
+from finetune.checkpoint.run_fingerprint import base_folder
 from finetune.config.recipe_schema import Event
-from finetune.export import merge, model_card, save_model
+from finetune.export import model_card, save_model
 from finetune.export.find_weights import WeightSource
 from finetune.models.forward_wrapper import unwrap
 from finetune.models.pretrained_files import unknown_processor, write_beside
@@ -73,7 +74,7 @@ def save_final_model(run: BuiltRun) -> None:
         write_beside(folder, run.beside)
         facts = {**read_facts(directory.path), "results": figures}
         source = WeightSource(directory.path, folder, step, recipe, facts)
-        model_card.write_model_card(folder, source, "model", [], merge.base_folder(recipe), run.task.head)
+        model_card.write_model_card(folder, source, "model", [], base_folder(recipe.model), run.task.head)
 
     path = directory.path / "model"
     with run.backend.loading(pretrained=False):

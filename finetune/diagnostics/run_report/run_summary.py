@@ -314,12 +314,10 @@ def data_examples(run: RunHistory) -> list[list[dict[str, Any]]]:
         CheckpointError: If the file is not what a run writes.
     """
     file = run.directory / EXAMPLES
-    try:
-        lines: list[list[dict[str, Any]]] = json_files.read(file, [[{"text": str, "learned": bool}]])
-    except FileNotFoundError:
+    if not file.exists():
         return []
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}. Remove it; a report then has no examples.") from error
+    with CheckpointError.explaining(f"{file} cannot be read", "Remove it; a report then has no examples."):
+        lines: list[list[dict[str, Any]]] = json_files.read(file, [[{"text": str, "learned": bool}]])
     return [[{"text": part.get("text", ""), "learned": part.get("learned")} for part in line] for line in lines]
 
 
