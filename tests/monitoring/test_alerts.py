@@ -21,7 +21,7 @@ from finetune.cli import main
 from finetune.config.recipe import load_recipe, validate_recipe
 from finetune.config.recipe_schema import GuardSection
 from finetune.diagnostics.parity.launch_runs import find_launches, write_recipes
-from finetune.distributed.launch.failure_alert import FailureAlert
+from finetune.distributed.launch.launcher import FailureAlert
 from finetune.monitoring import alerts
 from finetune.training import api, entry_point, finish_run
 from finetune.training.built_run import BuiltRun

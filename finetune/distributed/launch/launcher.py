@@ -9,6 +9,7 @@ command line.
 import errno
 import fcntl
 import gc
+import importlib
 import importlib.util
 import logging
 import math
@@ -23,12 +24,12 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from finetune.distributed.launch.elastic import elastic_agents, why_ended
-from finetune.distributed.launch.failure_alert import FailureAlert
 from finetune.distributed.launch.launch_config import (
     check_installed,
     given_options,
@@ -40,7 +41,16 @@ from finetune.distributed.launch.launch_schema import LaunchFile
 from finetune.distributed.launch.predicted_environment import PredictedEnvironment, predict_environment
 from finetune.utils import orphan_watch, signals
 from finetune.utils.errors import BackendError
-from finetune.utils.exit_codes import REQUEUE, USER_ERROR, exit_with, how_ended, print_error, run_guarded, shell_code
+from finetune.utils.exit_codes import (
+    ALERTED,
+    REQUEUE,
+    USER_ERROR,
+    exit_with,
+    how_ended,
+    print_error,
+    run_guarded,
+    shell_code,
+)
 from finetune.utils.hub_access import go_offline_if_unreachable
 from finetune.utils.library_imports import quick_imports
 from finetune.utils.quoting import to_stderr
@@ -87,6 +97,36 @@ def _signal_workers(number: int) -> bool:
         with suppress(psutil.NoSuchProcess):
             worker.send_signal(number)
     return bool(workers)
+
+
+class FailureAlert:
+    """Tells how a launch has failed if rank 0 could not: it was killed, or hung for a rank that was."""
+
+    def __init__(self, module: str | None, arguments: Sequence[str], folder: Path) -> None:
+        """
+        Args:
+            module: The package that the workers run, if it is one. Its module `launch_failed`, if there is one, sends
+                alerts.
+            arguments: What the workers are given.
+            folder: For a file by which rank 0 says that it has sent one.
+        """
+        self._module, self._arguments, self._file = module, list(arguments), folder / "alerted"
+        self._sent = False
+        os.environ[ALERTED] = str(self._file)
+
+    def workers_ended(self) -> None:
+        """Notes if rank 0 has sent an alert. Workers that are started again may fail again."""
+        self._sent = self._file.exists()
+        self._file.unlink(missing_ok=True)
+
+    def send(self, text: str) -> None:
+        """Sends an alert, within 9 s, unless rank 0 has or the recipe asks for none."""
+        if self._module is None or self._sent or self._file.exists():
+            return
+        spec = importlib.util.find_spec(self._module)
+        name = f"{self._module}.launch_failed"
+        if spec is not None and spec.submodule_search_locations and importlib.util.find_spec(name) is not None:
+            importlib.import_module(name).send_alert_of_failure(self._arguments, text)
 
 
 class _Stopped(Exception):

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from operator import attrgetter
 from typing import Any
 from unittest.mock import patch
 
@@ -23,9 +24,10 @@ require("transformers", deepspeed, "_hf_deepspeed_config_weak_ref")
 require("transformers", masking_utils, "find_packed_sequence_indices")
 
 
-def model_mapping(auto_class: Any) -> Any:
-    """Returns the networks that an `AutoModelFor...` knows, by class of configuration."""
-    return auto_class._model_mapping
+model_mapping = attrgetter("_model_mapping")
+"""Returns the networks that an `AutoModelFor...` knows, by class of configuration."""
+attention_implementation = attrgetter("_attn_implementation")
+"""Returns the attention implementation of a network, by its configuration; None if it has none."""
 
 
 def tied_names(network_class: Any) -> dict[str, str]:
@@ -43,11 +45,6 @@ def untie(network: Any, names: Sequence[str]) -> None:
             owner, _, last = name.rpartition(".")
             copied = nn.Parameter(tensor.detach().clone(), requires_grad=tensor.requires_grad)
             setattr(network.get_submodule(owner), last, copied)
-
-
-def attention_implementation(config: PretrainedConfig) -> str | None:
-    """Returns the attention implementation of a network."""
-    return config._attn_implementation  # type: ignore[no-any-return]
 
 
 def supports_sdpa(architecture: Any) -> bool:
