@@ -71,10 +71,10 @@ class CheckpointStore:
     def list_names(self) -> list[str]:
         """Returns the names of sealed checkpoints, newest first; what is in them may be damaged. Empty without any."""
         try:
-            found = [path.name for path in self._root.iterdir() if step_of(path.name) is not None]
+            names = [path.name for path in self._root.iterdir() if step_of(path.name) is not None]
         except OSError:
             return []
-        return sorted(found, key=lambda name: step_of(name) or 0, reverse=True)
+        return sorted(names, key=lambda name: step_of(name) or 0, reverse=True)
 
     def list_unsealed(self) -> list[str]:
         """Returns the names, which end in `UNSEALED`, of what is being written, or was when its writer ended."""
@@ -82,15 +82,15 @@ class CheckpointStore:
 
     def list_files(self, name: str) -> dict[str, int | str]:
         """Returns the size in bytes of each file, by its path in the checkpoint; in words what is no plain file."""
-        found: dict[str, int | str] = {}
-        for place, folders, files in os.walk(self._root / name):
-            for path in (Path(place, entry) for entry in (*folders, *files)):
+        kinds: dict[str, int | str] = {}
+        for parent, folders, files in os.walk(self._root / name):
+            for path in (Path(parent, entry) for entry in (*folders, *files)):
                 with suppress(FileNotFoundError):  # gone since it was listed
                     facts = path.lstat()
                     plain = stat.S_ISREG(facts.st_mode)
                     kind = facts.st_size if plain else _KINDS.get(stat.S_IFMT(facts.st_mode), "a device")
-                    found[path.relative_to(self._root / name).as_posix()] = kind
-        return found
+                    kinds[path.relative_to(self._root / name).as_posix()] = kind
+        return kinds
 
     def open_file(self, name: str, file: str) -> io.BufferedIOBase:
         """Opens a file to read ranges of it."""
@@ -124,8 +124,8 @@ class CheckpointStore:
         A damaged one of that name gives way.
         """
         folder, target = self._root / name, self._root / sealed_name(name)
-        for place, _, _ in os.walk(folder):
-            sync_to_disk(Path(place))
+        for parent, _, _ in os.walk(folder):
+            sync_to_disk(Path(parent))
         if os.path.lexists(target):  # a link that leads nowhere is there, too
             aside = target.with_name(f"{target.name}.broken")
             remove_path(aside)

@@ -223,7 +223,7 @@ class Audit:
 def _no_line(steps: list[int]) -> str:
     """Names steps of which no line can be read, in ranges."""
     ranges = np.split(steps, np.flatnonzero(np.diff(steps) != 1) + 1)
-    labels = [str(found[0]) if len(found) == 1 else f"{found[0]:,} to {found[-1]:,}" for found in ranges]
+    labels = [str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]:,} to {numbers[-1]:,}" for numbers in ranges]
     return f"no line for step{'s' * (len(steps) > 1)} {brief_list(labels)} is there, or can be read"
 
 

@@ -217,8 +217,8 @@ class RunHistory:
         """Step and value of the evaluation that is best by a key; None if no evaluation has it."""
         best = BestEvaluation(best_by)
         keys = {ranking(best_by)[0], "validation_loss"} & self.evaluations.keys()
-        for n, step in enumerate(self.evaluations["step"].tolist()):
-            best.note(int(step), {key: float(self.evaluations[key][n]) for key in keys})
+        for index, step in enumerate(self.evaluations["step"].tolist()):
+            best.note(int(step), {key: float(self.evaluations[key][index]) for key in keys})
         return (best.step, best.value) if best.step is not None and best.value is not None else None
 
     @property

@@ -171,9 +171,9 @@ class CheckpointWriter:
         store, name = self._store, self._name
         files: Files = {}
         tensors: dict[str, Any] = {}
-        parts = [f"part-{rank}.json" for rank in range(self._backend.world_size)]
-        for part in parts:
-            with store.open_file(name, part) as opened:
+        manifests = [f"part-{rank}.json" for rank in range(self._backend.world_size)]
+        for manifest in manifests:
+            with store.open_file(name, manifest) as opened:
                 content = json_files.parse(opened.read())
             files |= content["files"]
             tensors |= content["tensors"]
@@ -187,8 +187,8 @@ class CheckpointWriter:
             files |= put_file(store, name, integrity.STATE, state.encode())
             for path in sorted(path for path in folder.rglob("*") if path.is_file()):
                 files |= put_file(store, name, f"model/{path.relative_to(folder).as_posix()}", path.read_bytes())
-        for part in parts:
-            store.delete_file(name, part)
+        for manifest in manifests:
+            store.delete_file(name, manifest)
         facts = {key: value for key, value in self._state.items() if key == "step" or key.startswith("validation_")}
         integrity.seal_checkpoint(store, name, files, facts)
         self.broken.discard(sealed_name(name))

@@ -302,7 +302,7 @@ def _of_turns(role: str, content: str | None) -> Values:
     """Returns the format of conversations whose turns have these fields, and the names of fields that it lacks."""
     kind, usual = ("sharegpt", "value") if role == "from" else ("messages", "content")
     named = {"role": role if role not in ("role", "from") else None, "content": content if content != usual else None}
-    return {"format": kind, "fields": {part: name for part, name in named.items() if name}}
+    return {"format": kind, "fields": {key: name for key, name in named.items() if name}}
 
 
 def _add_roles(conversion: _Conversion, roles: Mapping[str, str]) -> None:
@@ -512,8 +512,8 @@ def convert_config(file: Path, tool: str | None, folder: Path, devices: int | No
     values = {**given, **defaults}
     for key in sorted(values, key=lambda key: peer_table()["keys"].index(row) if (row := rows[key]) else -1):
         conversion.carry(key, values[key])
-    said = given.get("num_processes")
-    devices = devices or (said if isinstance(said, int) else 1)
+    num_processes = given.get("num_processes")
+    devices = devices or (num_processes if isinstance(num_processes, int) else 1)
     batch = _complete(conversion, devices)
     launch, recipe = conversion.found.pop("launch"), _nested(conversion.found)
     try:
@@ -536,7 +536,9 @@ def convert_config(file: Path, tool: str | None, folder: Path, devices: int | No
         folder.mkdir(parents=True, exist_ok=True)
         head = f"# From {shell_word(file.name)}, a config of {tool_name(tool)}.\n# {command}\n"
         target.write_text(f"{head}{dump_tree(recipe)}", "utf-8")
-    taken = [f"{key} {json_word(defaults[key])}" for key in defaults if (r := rows[key]) and r.here in conversion.found]
+    taken = [
+        f"{key} {json_word(defaults[key])}" for key in defaults if (row := rows[key]) and row.here in conversion.found
+    ]
     lines = [f"{file} is a config of {tool_name(tool)}. Written: {target}", "Next:", f"    {command}", batch]
     if taken:
         lines.append(f"Taken for keys that the config leaves out, as {tool_name(tool)} does: {', '.join(taken)}.")

@@ -172,8 +172,8 @@ def _run_name(project: Project) -> str:
     model = Path(project.model or "model").resolve()
     # A run's model lies in a folder of that name.
     name = model.parent.name if model.name == "model" else model.name
-    parts = [name, Path(project.data or "data").stem, project.adapters]
-    return "runs/" + "-".join(re.sub(r"[^\w.]+", "-", part).strip("-.") or "data" for part in parts if part)
+    words = [name, Path(project.data or "data").stem, project.adapters]
+    return "runs/" + "-".join(re.sub(r"[^\w.]+", "-", word).strip("-.") or "data" for word in words if word)
 
 
 def _as_tree(folder: Path, files: dict[str, str]) -> list[str]:

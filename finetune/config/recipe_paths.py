@@ -232,7 +232,7 @@ def _reads(given: str, file: Path) -> bool:
     path = Path(os.path.realpath(file.parent)) / file.name
     if os.path.isdir(given):
         below = os.path.realpath(given)
-        return path.is_relative_to(below) and not any(part.startswith(".") for part in path.relative_to(below).parts)
+        return path.is_relative_to(below) and not any(name.startswith(".") for name in path.relative_to(below).parts)
     if os.path.lexists(given):
         return False
     pattern = Path(os.path.abspath(given)).parts
@@ -242,7 +242,7 @@ def _reads(given: str, file: Path) -> bool:
 def _matches(pattern: Sequence[str], parts: Sequence[str]) -> bool:
     """Tells if a glob matches a path, part by part, as `glob.glob` does."""
     if not pattern or not parts:
-        return not parts and all(part == "**" for part in pattern)
+        return not parts and all(name == "**" for name in pattern)
     first, *others = pattern
     hidden = parts[0].startswith(".") and not first.startswith(".")
     if first == "**":

@@ -158,9 +158,9 @@ def loss_plot(run: RunHistory, width: int) -> Text | None:
     across = _nearest_dots(places, first, last, 2 * columns)
     down = _nearest_dots(-np.interp(places, steps, loss), -high, -low, 4 * _PLOT_ROWS)
     cells = np.zeros((_PLOT_ROWS, columns), dtype=np.int64)
-    for x, y, following in zip(across, down, np.append(down[1:], down[-1]), strict=True):
-        for dot in range(y, following, 1 if y < following else -1) or (y,):
-            cells[dot // 4, x // 2] |= _DOTS[dot % 4][x % 2]
+    for column, row_of_dots, following in zip(across, down, np.append(down[1:], down[-1]), strict=True):
+        for dot in range(row_of_dots, following, 1 if row_of_dots < following else -1) or (row_of_dots,):
+            cells[dot // 4, column // 2] |= _DOTS[dot % 4][column % 2]
     marked_columns = _nearest_dots(validation_steps, first, last, 2 * columns) // 2
     cells[_nearest_dots(-validation, -high, -low, 4 * _PLOT_ROWS) // 4, marked_columns] = _MARK
 

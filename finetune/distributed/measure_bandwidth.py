@@ -66,12 +66,12 @@ def _measure(name: str, size: int, device: torch.device) -> float:
     """Returns the seconds of one call of a collective, on the rank where it takes longest; every rank calls it."""
     processes = distributed.get_world_size()
     # Sums of zeros stay what they are, however often.
-    whole, received, part = (torch.zeros(n, device=device) for n in (size // 4, size // 4, size // 4 // processes))
+    whole, received, shard = (torch.zeros(n, device=device) for n in (size // 4, size // 4, size // 4 // processes))
     call: Callable[[], Any] = {
         "broadcast": lambda: distributed.broadcast(whole, src=0),
         "all_reduce": lambda: distributed.all_reduce(whole),
-        "all_gather": lambda: distributed.all_gather_into_tensor(whole, part),
-        "reduce_scatter": lambda: distributed.reduce_scatter_tensor(part, whole),
+        "all_gather": lambda: distributed.all_gather_into_tensor(whole, shard),
+        "reduce_scatter": lambda: distributed.reduce_scatter_tensor(shard, whole),
         "all_to_all": lambda: distributed.all_to_all_single(received, whole),
         "reduce": lambda: distributed.reduce(whole, dst=0),
         "send": lambda: _send(whole, received),
@@ -176,13 +176,13 @@ def _describe(
 
 def report_lines(result: dict[str, Any]) -> Iterator[str]:
     """Yields lines for people: each size, and what a ring of the fitted links would take."""
-    n, link = result["processes"], Line(**result["link"])
-    yield f"{result['backend']} on {n} processes, {result['machines']} machine(s), {result['device']}; float32"
+    processes, link = result["processes"], Line(**result["link"])
+    yield f"{result['backend']} on {processes} processes, {result['machines']} machine(s), {result['device']}; float32"
     heads = ("bytes", "time us", "algbw GB/s", "busbw GB/s", "ring us", "of ring")
     yield f"{'collective':<15}" + "".join(f"{head:>13}" for head in heads)
     for name, rows in result["collectives"].items():
         for row in rows["sizes"]:
-            ring = link.seconds(RINGS[name], n, row["bytes"])
+            ring = link.seconds(RINGS[name], processes, row["bytes"])
             yield (
                 f"{name:<15}{row['bytes']:>13,}{row['seconds'] * 1e6:>13,.1f}{row['algbw'] / 1e9:>13.3f}"
                 f"{row['busbw'] / 1e9:>13.3f}{ring * 1e6:>13,.1f}{ring / row['seconds']:>13.0%}"

@@ -67,7 +67,7 @@ class RankNotes:
             FinetuneError, LostRankError: If another rank has failed meanwhile; see `read_failure`.
         """
         began = time.monotonic()
-        while not (found := self.read([name])):
+        while not (notes := self.read([name])):
             if (failure := self.read_failure()) is not None:
                 self._failures.set(f"left/{self.rank}", "")
                 raise failure
@@ -78,7 +78,7 @@ class RankNotes:
                     "nor failed. Look at what their machines do, such as a file system that does not answer."
                 )
             time.sleep(min(1.0, 0.02 + waited_s / 8))
-        return found[name]
+        return notes[name]
 
     def read_failure(self) -> FinetuneError | LostRankError | None:
         """Returns the error of another rank that has failed: its own if that is one of a user; None without any."""

@@ -91,8 +91,8 @@ def check_inputs(inputs: dict[str, dict[str, Any]], patience: timedelta) -> dict
         BackendError: On every rank, with the ranks or machines that differ from rank 0, and in what.
     """
     notes = open_board(patience)
-    place = machine_name() if orphan_watch.on_several_machines() else rank_name(notes.rank)
-    notes.write(str(notes.rank), [place, inputs])
+    peer_name = machine_name() if orphan_watch.on_several_machines() else rank_name(notes.rank)
+    notes.write(str(notes.rank), [peer_name, inputs])
 
     def compare() -> dict[str, dict[str, Any]]:
         here, ours = notes.wait_for("0")

@@ -29,8 +29,8 @@ class Split:
     def indices(self, size: int, rank: int) -> list[tuple[int, int]]:
         """Returns where a rank's parts, stored one behind the other, lie in the whole dimension: first, last + 1."""
         whole = self.shape[self.dim] // self.blocks
-        part = whole // size
-        return [(block * whole + rank * part, block * whole + (rank + 1) * part) for block in range(self.blocks)]
+        length = whole // size
+        return [(block * whole + rank * length, block * whole + (rank + 1) * length) for block in range(self.blocks)]
 
     def part_of(self, whole: torch.Tensor, size: int, rank: int) -> torch.Tensor:
         """Returns a rank's part of a whole tensor, in memory of its own."""

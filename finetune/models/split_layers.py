@@ -104,10 +104,10 @@ def split(network: nn.Module, group: Group) -> Splits:
             _shard_4bit(owner, how, group)
             continue
         whole = getattr(owner, key)
-        part = how.part_of(whole.detach(), group.size, group.rank)
-        setattr(owner, key, nn.Parameter(part, requires_grad=whole.requires_grad))
+        shard = how.part_of(whole.detach(), group.size, group.rank)
+        setattr(owner, key, nn.Parameter(shard, requires_grad=whole.requires_grad))
         if isinstance(owner, nn.Linear) and key == "weight":
-            owner.out_features, owner.in_features = part.shape
+            owner.out_features, owner.in_features = shard.shape
     if head is not None:
         # Each rank computes the loss of a part of the tokens, unless others use the head's parameters, too.
         parameters, (embedding, _) = _loss_parameters(network, inner), embeddings_and_head(inner)

@@ -53,10 +53,10 @@ def _shares_of_experts(network: nn.Module, text: Any) -> dict[int, float]:
     for name, module in network.named_modules() if used else ():
         one_by_one = isinstance(module, nn.ModuleList) and name.rpartition(".")[2] == "experts"
         count = len(module) if one_by_one else int(getattr(module, "num_experts", None) or 0)
-        for p in module.parameters(recurse=one_by_one) if count else ():
-            shape = getattr(p, "ds_shape", p.shape)
+        for parameter in module.parameters(recurse=one_by_one) if count else ():
+            shape = getattr(parameter, "ds_shape", parameter.shape)
             if one_by_one or (len(shape) == 3 and shape[0] == count):
-                shares[id(p)] = used / count
+                shares[id(parameter)] = used / count
     return shares
 
 

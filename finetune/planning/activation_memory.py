@@ -95,15 +95,15 @@ def shape_of(variant: Variant) -> Shape | None:
     # Some plans split MLPs only.
     split = [] if isinstance(variant.division, str) else variant.division.splits.parameters
     parts = variant.parts if any("att" in name for name in split) else 1
-    h = int(config.hidden_size)
+    width = int(config.hidden_size)
     experts = int(getattr(config, "num_experts_per_tok", None) or 1)
     kind = str(getattr(config, "hidden_act", None) or getattr(config, "activation_function", ""))
     return Shape(
-        h=h,
-        f=max(_inner(layer, h) for layer in each) * experts // variant.parts,
+        h=width,
+        f=max(_inner(layer, width) for layer in each) * experts // variant.parts,
         a=heads // parts,
         k=max(int(getattr(layer, "num_key_value_heads", None) or heads) for layer in each) // parts,
-        d=max(int(getattr(layer, "head_dim", None) or h // heads) for layer in each),
+        d=max(int(getattr(layer, "head_dim", None) or width // heads) for layer in each),
         layers=len(each),
         vocabulary=int(config.vocab_size),
         gated="gate_proj" in variant.names or experts > 1,

@@ -290,11 +290,11 @@ def _distances(one: FinishedRun, other: FinishedRun) -> tuple[dict[str, float], 
         left, right = _files(one, opened), _files(other, opened)
         distances, lacking = {}, sorted(left.keys() ^ right.keys())
         for name in sorted(left.keys() & right.keys()):
-            a, b = left[name].get_tensor(name), right[name].get_tensor(name)
-            if a.shape != b.shape:
+            ours, theirs = left[name].get_tensor(name), right[name].get_tensor(name)
+            if ours.shape != theirs.shape:
                 lacking.append(name)
             else:
-                distances[name] = tensor_distance(a, b)
+                distances[name] = tensor_distance(ours, theirs)
     return distances, lacking
 
 

@@ -105,14 +105,14 @@ def charts_of(runs: Sequence[tuple[str, RunHistory]]) -> list[Chart]:
         curves = []
         for name, run, color in drawn:
             label = name if only is None else title
-            y, steps = run.training[key], run.training["step"]
-            if key in _NOISY and len(y) >= _SMOOTH_FROM:
+            values, steps = run.training[key], run.training["step"]
+            if key in _NOISY and len(values) >= _SMOOTH_FROM:
                 # Faint curves of several runs would hide each other.
                 if only is not None:
-                    curves.append(_curve(label, run, steps, y, color, "faint"))
-                width = max(5, len(y) // _MEAN_OF)
-                label, y = f"{label}, mean of {width:,}", running_mean(y, width)
-            curves.append(_curve(label, run, steps, y, color))
+                    curves.append(_curve(label, run, steps, values, color, "faint"))
+                width = max(5, len(values) // _MEAN_OF)
+                label, values = f"{label}, mean of {width:,}", running_mean(values, width)
+            curves.append(_curve(label, run, steps, values, color))
         return curves
 
     def evaluated(key: str) -> list[Curve]:
@@ -186,10 +186,12 @@ def _machine_charts(run: RunHistory) -> Iterator[Chart]:
     unit, unit_s = time_unit(last - first)
     for key, (title, measure, keys) in _OF_MACHINES.items():
         curves = [
-            _curve(f"machine {machine.name}{label and f', {label}'}", run, (time - first) / unit_s, y, color, style)
+            _curve(
+                f"machine {machine.name}{label and f', {label}'}", run, (time - first) / unit_s, values, color, style
+            )
             for machine, time, color in zip(run.machines, times, cycle(_PALETTE), strict=False)
             for (name, label), style in zip(keys.items(), _STYLES, strict=False)
-            if np.isfinite(y := machine.samples[name]).any()
+            if np.isfinite(values := machine.samples[name]).any()
         ]
         yield Chart(key, title, measure, curves, from_zero=True, axis=f"time since the first sample ({unit})")
 

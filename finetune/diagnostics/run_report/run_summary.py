@@ -318,7 +318,7 @@ def data_examples(run: RunHistory) -> list[list[dict[str, Any]]]:
         return []
     with CheckpointError.explaining(f"{file} cannot be read", "Remove it; a report then has no examples."):
         lines: list[list[dict[str, Any]]] = json_files.read(file, [[{"text": str, "learned": bool}]])
-    return [[{"text": part.get("text", ""), "learned": part.get("learned")} for part in line] for line in lines]
+    return [[{"text": span.get("text", ""), "learned": span.get("learned")} for span in line] for line in lines]
 
 
 def data_notes(sides: dict[str, dict[str, Any]]) -> Iterator[str]:

@@ -130,10 +130,10 @@ def part_of(whole: torch.Tensor, shard: Shard) -> torch.Tensor:
     """Returns this rank's part of a whole tensor, divided as a shard is."""
     if len(shard.blocks) == 1:
         return shard.blocks[0].within(whole).reshape(shard.local.shape)
-    part = torch.empty(shard.local.shape, dtype=whole.dtype)
+    piece = torch.empty(shard.local.shape, dtype=whole.dtype)
     for block in shard.blocks:
-        block.of(part).copy_(block.within(whole))
-    return part
+        block.of(piece).copy_(block.within(whole))
+    return piece
 
 
 def to_numbers(blocks: tuple[Block, ...]) -> list[int]:

@@ -317,16 +317,16 @@ def _predict_share(launch: Launch, specs: ParamSpecs, accumulation: int) -> Shar
     groups: dict[int | None, list[ParamSpec]] = {}
     for param in specs.trained:
         groups.setdefault(param.group, []).append(param)
-    parts = [2 * math.ceil(elements_of(group) / (2 * ranks)) for group in groups.values()]
-    padded = [part * ranks * group[0].itemsize for part, group in zip(parts, groups.values(), strict=True)]
+    sizes = [2 * math.ceil(elements_of(group) / (2 * ranks)) for group in groups.values()]
+    padded = [size * ranks * group[0].itemsize for size, group in zip(sizes, groups.values(), strict=True)]
     whole = launch.holds_whole_gradients(accumulation)
     buckets = 4 * int(section["reduce_bucket_size"]) * (2 if section.get("overlap_comm") else 1)
     return Share(
         frozen=bytes_of(specs.frozen) + specs.rest,
-        trained=sum(padded) + 4 * sum(parts),
-        masters=4 * sum(parts),
-        stepped=sum(parts),
-        summed=elements_of(specs.trained) if whole else sum(parts),
+        trained=sum(padded) + 4 * sum(sizes),
+        masters=4 * sum(sizes),
+        stepped=sum(sizes),
+        summed=elements_of(specs.trained) if whole else sum(sizes),
         gradients_from="backward",
         gradients_rest=launch.offload_optimizer,
         # A gradient is made whole before it is copied to a bucket, which is there for the backward pass only.

@@ -246,8 +246,8 @@ def set_scaler_state(accelerator: Any, state: Mapping[str, float | int]) -> None
 
 def held_weights(model: Any, trained: list[Any]) -> tuple[int, int]:
     """Returns the bytes of the trained weights that this rank holds, and the elements of these that it steps."""
-    parts = [local(parameter) for parameter in trained]
-    return sum(part.nbytes for part in parts), sum(part.numel() for part in parts)
+    tensors = [local(parameter) for parameter in trained]
+    return sum(tensor.nbytes for tensor in tensors), sum(tensor.numel() for tensor in tensors)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -119,9 +119,9 @@ def _join_tokens(group: Group, tokens: int, part: torch.Tensor) -> torch.Tensor:
 def part_of_tokens(whole: torch.Tensor, fill: int = 0, *, group: Group) -> torch.Tensor:
     """Returns this rank's part of tokens that each has, (n, ...) to (n / N, ...), rounded up and filled up."""
     first, last = _own_tokens(len(whole), group)
-    part = whole[first:last]
-    missing = last - first - len(part)
-    return torch.cat([part, part.new_full((missing, *part.shape[1:]), fill)]) if missing else part.clone()
+    tokens = whole[first:last]
+    missing = last - first - len(tokens)
+    return torch.cat([tokens, tokens.new_full((missing, *tokens.shape[1:]), fill)]) if missing else tokens.clone()
 
 
 def split_gradients(values: torch.Tensor, group: Group) -> torch.Tensor:
