@@ -212,8 +212,8 @@ def open_store(run: Path) -> CheckpointStore:
     return CheckpointStore(run / "checkpoints")
 
 
-def find_checkpoint(place: Path) -> tuple[CheckpointStore, str | None]:
+def find_checkpoint(path: Path) -> tuple[CheckpointStore, str | None]:
     """Returns a checkpoint's store and name; of any other place the store that it has as a run, and None."""
-    if (place / MANIFEST).is_file():
-        return CheckpointStore(place.parent), place.name
-    return open_store(place), None
+    if (path / MANIFEST).is_file():
+        return CheckpointStore(path.parent), path.name
+    return open_store(path), None

@@ -461,9 +461,9 @@ class _Columns(dict[str, "array[float]"]):
         return {key: np.array(column, dtype=np.float64) for key, column in self.items()}
 
 
-def _drop_from(found: list[Sample] | list[Incident], step: int) -> None:
-    while found and found[-1].step >= step:
-        found.pop()
+def _drop_from(records: list[Sample] | list[Incident], step: int) -> None:
+    while records and records[-1].step >= step:
+        records.pop()
 
 
 def _status(facts: dict[str, Any], incidents: list[Incident], times: Series, quiet_s: float) -> Status:

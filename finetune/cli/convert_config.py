@@ -291,11 +291,11 @@ def _places(name: str, entry: Mapping[str, Any], **more: Any) -> list[Values]:
     return [{key: value for key, value in given.items() if value is not None} | more]
 
 
-def _leave_rest(conversion: _Conversion, place: str, entry: Mapping[str, Any], used: str) -> None:
+def _leave_rest(conversion: _Conversion, path: str, entry: Mapping[str, Any], used: str) -> None:
     """Notes keys of an entry that are not among those used, and say something."""
     for name in sorted(entry.keys() - set(used.split())):
         if entry[name] is not None:
-            conversion.leave("differs", f"{place}.{name}", "sources of data have no such key")
+            conversion.leave("differs", f"{path}.{name}", "sources of data have no such key")
 
 
 def _of_turns(role: str, content: str | None) -> Values:
@@ -620,14 +620,14 @@ def _complete(conversion: _Conversion, devices: int) -> str:
     return f"Global batch: {product} = {total} rows. For another number of devices, convert with --devices N."
 
 
-def _nested(found: Values) -> Values:
+def _nested(values: Values) -> Values:
     """Returns the tree of dotted keys, in the schema's order."""
     tree: Values = {}
-    for key in (key for key in RECIPE_FIELDS if key in found):
+    for key in (key for key in RECIPE_FIELDS if key in values):
         section, _, name = key.partition(".")
         if not name:
-            tree[section] = found[key]
-        elif found[key] is not None or RECIPE_FIELDS[key].default is not None:
+            tree[section] = values[key]
+        elif values[key] is not None or RECIPE_FIELDS[key].default is not None:
             inner = tree.get(section)
-            tree[section] = {**(inner if isinstance(inner, dict) else {}), name: found[key]}
+            tree[section] = {**(inner if isinstance(inner, dict) else {}), name: values[key]}
     return tree

@@ -261,18 +261,18 @@ def evaluate(parsed: argparse.Namespace) -> None:
     )
 
 
-def _print_classes(found: dict[str, Any]) -> None:
+def _print_classes(scores: dict[str, Any]) -> None:
     from finetune.tasks.class_tables import classes_table, confusion_table
     from finetune.utils.console import plain_console, plain_table
 
     known = {"accuracy": "accuracy", "recall_macro": "macro recall", "f1_macro": "macro F1"}
     known |= {"precision": "precision", "recall": "recall", "f1": "F1"}
-    figures = ", ".join(f"{name} {found[key]:.4f}" for key, name in known.items() if key in found)
-    what = "documents" if "confusions" in found else "words"
-    print(f"validation loss {found['loss']:.5f}, {figures}, over {found['targets']:,} {what}")
-    tables = [classes_table(found["classes"])]
-    if "confusions" in found:
-        tables.append(confusion_table(found["confusions"], [*found["classes"]]))
+    figures = ", ".join(f"{name} {scores[key]:.4f}" for key, name in known.items() if key in scores)
+    what = "documents" if "confusions" in scores else "words"
+    print(f"validation loss {scores['loss']:.5f}, {figures}, over {scores['targets']:,} {what}")
+    tables = [classes_table(scores["classes"])]
+    if "confusions" in scores:
+        tables.append(confusion_table(scores["confusions"], [*scores["classes"]]))
     for head, *rows in tables:
         table = plain_table(*head, right=tuple(head[1:]))
         for row in rows:

@@ -259,11 +259,11 @@ def _summary(path: Path, root: Path) -> RunSummary:
     )
 
 
-def runs_table(found: list[RunSummary]) -> Table:
+def runs_table(summaries: list[RunSummary]) -> Table:
     """Returns the list as a table for a terminal."""
     right = ("step", "best validation", "time")
     shown = plain_table("run", "status", "step", "best validation", "launch", "time", "started", right=right)
-    for one in found:
+    for one in summaries:
         if one.problem is not None:
             shown.add_row(Text(one.run), Text("unreadable", style="red"))
             continue

@@ -150,7 +150,7 @@ def run_measurement(wanted: tuple[int, int | None, int], file: Path | None) -> l
 
 
 def _describe(
-    found: dict[str, list[tuple[Ring, int, float]]], processes: int, machines: int, device: torch.device
+    measured: dict[str, list[tuple[Ring, int, float]]], processes: int, machines: int, device: torch.device
 ) -> dict[str, Any]:
     """Returns measurements (bytes, seconds) and what fits them, as docs/comms.md says."""
     gpu = device.type == "cuda"
@@ -160,7 +160,7 @@ def _describe(
         "device": torch.cuda.get_device_name(device) if gpu else "cpu",
         "processes": processes,
         "machines": machines,
-        "link": vars(fit_link([row for rows in found.values() for row in rows], processes)),
+        "link": vars(fit_link([row for rows in measured.values() for row in rows], processes)),
         "collectives": {
             name: {
                 **vars(fit_link(rows, processes)),
@@ -169,7 +169,7 @@ def _describe(
                     for ring, size, s in rows
                 ],
             }
-            for name, rows in found.items()
+            for name, rows in measured.items()
         },
     }
 

@@ -119,9 +119,9 @@ class Mesh:
         return self.rank % self.size("tp") == 0
 
 
-def gather_parts(part: torch.Tensor, group: Group) -> list[torch.Tensor]:
+def gather_parts(shard: torch.Tensor, group: Group) -> list[torch.Tensor]:
     """Returns what each rank of a group has, in their order; every one of them must call it."""
-    here = part.contiguous()
+    here = shard.contiguous()
     parts = [torch.empty_like(here) for _ in range(group.size)]
     distributed.all_gather(parts, here, group=group.handle)
     return parts

@@ -141,7 +141,7 @@ def _find_tasks(tasks: Sequence[str]) -> tuple[Any, list[str]]:
     return manager, list(names)
 
 
-def _rows(found: dict[str, Any], about: dict[str, Any]) -> list[dict[str, Any]]:
+def _rows(results: dict[str, Any], about: dict[str, Any]) -> list[dict[str, Any]]:
     """Returns rows of lm_eval's figures, which it keys by `metric,filter` and `metric_stderr,filter`."""
     return [
         {
@@ -150,12 +150,12 @@ def _rows(found: dict[str, Any], about: dict[str, Any]) -> list[dict[str, Any]]:
             "filter": kind,
             "value": _number(value),
             "stderr": _number(figures.get(f"{metric}_stderr,{kind}")),
-            "samples": found["n-samples"].get(task, {}).get("effective"),
-            "num_fewshot": found["n-shot"].get(task),
-            "version": found["versions"].get(task),
+            "samples": results["n-samples"].get(task, {}).get("effective"),
+            "num_fewshot": results["n-shot"].get(task),
+            "version": results["versions"].get(task),
             **about,
         }
-        for task, figures in found["results"].items()
+        for task, figures in results["results"].items()
         for key, value in figures.items()
         for metric, comma, kind in [key.partition(",")]
         if comma and not metric.endswith("_stderr")

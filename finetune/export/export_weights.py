@@ -72,7 +72,7 @@ class _Export:
 
 
 def export_weights(
-    place: Path,
+    folder: Path,
     kind: str,
     say: Say,
     *,
@@ -85,7 +85,7 @@ def export_weights(
     """Writes a run's weights, verified to be what was trained, for transformers or peft to open; returns the folder.
 
     Args:
-        place: A run, or one of its checkpoints.
+        folder: A run, or one of its checkpoints.
         kind: `adapter`, `merged` (fp32), `merged-16bit`, `gguf-f16` or `gguf-q8_0`.
         say: Gets each line that is reported.
         base: The base at another place than the recipe's.
@@ -100,7 +100,7 @@ def export_weights(
     if (set_option := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
         set_option(-3, 1 << 20)
     code = (trusted_code.SHIPPED, "task.name", "task.loss")
-    source = find_weights.find_weights(place, step, runs=code, trusted=trust_remote_code)
+    source = find_weights.find_weights(folder, step, runs=code, trusted=trust_remote_code)
     target = to if to is not None else source.run / "exports" / kind
     with source.held, _only_writer(target):
         recipe = merge.with_base(source, base)

@@ -67,13 +67,13 @@ class WeightSource:
 _NAMES = ("recipe.yaml", "run.json", "incidents.jsonl", "checkpoints", "model", "exports", "harness.json")
 
 
-def is_run(place: Path) -> bool:
+def is_run(folder: Path) -> bool:
     """True if a folder is a run's, or one of its checkpoints."""
-    return (place / "recipe.yaml").is_file() or _is_checkpoint(place)
+    return (folder / "recipe.yaml").is_file() or _is_checkpoint(folder)
 
 
 def find_weights(
-    place: Path, step: int | None = None, *, runs: Collection[str] = (trusted_code.SHIPPED,), trusted: bool = False
+    folder: Path, step: int | None = None, *, runs: Collection[str] = (trusted_code.SHIPPED,), trusted: bool = False
 ) -> WeightSource:
     """Returns the weights that a run or checkpoint holds, every byte compared with a checkpoint's manifest.
 
@@ -87,7 +87,7 @@ def find_weights(
         CheckpointError: If there are none, or they are damaged.
         RecipeError: If the recipe beside them cannot be read, or leads to code that nobody vouches for.
     """
-    run, store, name = locate(place, step)
+    run, store, name = locate(folder, step)
     with ExitStack() as stack:
         if name is None:
             weights, step = run / "model", _model_step(_facts(run))
@@ -178,8 +178,8 @@ def _check_links(run: Path) -> None:
             )
 
 
-def _is_checkpoint(place: Path) -> bool:
-    return checkpoint_store.find_checkpoint(place)[1] is not None or step_of(place.name) is not None
+def _is_checkpoint(folder: Path) -> bool:
+    return checkpoint_store.find_checkpoint(folder)[1] is not None or step_of(folder.name) is not None
 
 
 def _model_step(facts: dict[str, Any]) -> int | None:

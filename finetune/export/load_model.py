@@ -238,13 +238,13 @@ def _task_of(config: Any, name: str) -> Task:
     return task or causal_lm.CAUSAL_LM
 
 
-def _adapter_classes(place: Path) -> list[str]:
+def _adapter_classes(folder: Path) -> list[str]:
     """Names of the classes that an exported adapter tells apart; one without a meaning if it gives numbers."""
     try:
-        names: list[str] = json_files.read(place / "export.json", {"classes": [str]}).get("classes", ["LABEL_0"])
+        names: list[str] = json_files.read(folder / "export.json", {"classes": [str]}).get("classes", ["LABEL_0"])
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"{place} is a classifier's adapter, and no export.json names its classes. Open the run that trained it, "
+            f"{folder} is a classifier's adapter, and no export.json names its classes. Open the run that trained it, "
             "or what `finetune export RUN --as adapter` or `--as merged` writes."
         ) from error
     return names

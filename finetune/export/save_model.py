@@ -182,18 +182,18 @@ def _write_parts(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> d
     return parts
 
 
-def check_written(place: Path, expected: dict[str, torch.Tensor]) -> None:
+def check_written(path: Path, expected: dict[str, torch.Tensor]) -> None:
     """Raises a `CheckpointError` unless a file, or a folder, holds these tensors and no others, bit by bit."""
     left = dict(expected)
-    for name, tensor in tensors_of(place):
+    for name, tensor in tensors_of(path):
         wanted = left.pop(name, None)
         if wanted is None:
-            raise _not_trained(place, f"it holds {name}, which the trained network does not have")
+            raise _not_trained(path, f"it holds {name}, which the trained network does not have")
         one, other = (t.contiguous().reshape(-1).view(torch.uint8) for t in (tensor, wanted))
         if (tensor.shape, tensor.dtype) != (wanted.shape, wanted.dtype) or not torch.equal(one, other):
-            raise _not_trained(place, f"{name} is not what the network has in memory")
+            raise _not_trained(path, f"{name} is not what the network has in memory")
     if left:
-        raise _not_trained(place, f"it lacks {min(left)}" + (f" and {len(left) - 1} more" if len(left) > 1 else ""))
+        raise _not_trained(path, f"it lacks {min(left)}" + (f" and {len(left) - 1} more" if len(left) > 1 else ""))
 
 
 def _not_trained(folder: Path, difference: str) -> CheckpointError:

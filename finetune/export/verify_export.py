@@ -46,18 +46,18 @@ _PROBE = (2, 64)
 _NUM_ROWS = 8
 
 
-def tensors_of(place: Path, advice: str = "Export it again.") -> Iterator[tuple[str, torch.Tensor]]:
+def tensors_of(path: Path, advice: str = "Export it again.") -> Iterator[tuple[str, torch.Tensor]]:
     """Yields each tensor that lies in a folder or a file, mapped, one at a time.
 
     Raises:
         CheckpointError: If a file cannot be read, with `advice`, or one that the index names is not there.
     """
-    files = sorted(place.glob("*.safetensors")) if place.is_dir() else [place]
-    if (place / INDEX).is_file():
-        places = _read_index(place)["weight_map"]
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    if (path / INDEX).is_file():
+        places = _read_index(path)["weight_map"]
         absent = sorted(set(places.values()) - {file.name for file in files})
         if absent:
-            raise CheckpointError(f"{place} lacks {', '.join(absent)}, which its index names. Export it again.")
+            raise CheckpointError(f"{path} lacks {', '.join(absent)}, which its index names. Export it again.")
     for file in files:
         explaining = CheckpointError.explaining(f"{file} cannot be read", advice, OSError, SafetensorError)
         with explaining, safe_open(file, framework="pt") as opened:
@@ -116,28 +116,32 @@ def check_files(
 
 
 def _check_listing(
-    folder: Path, found: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]], size: int, dtype: torch.dtype
+    folder: Path,
+    written: dict[str, tuple[int, ...]],
+    expected: dict[str, tuple[int, ...]],
+    size: int,
+    dtype: torch.dtype,
 ) -> None:
     """Compares names, shapes and sizes of what was written with what was to be."""
-    missing, unexpected = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
-    if not found:
+    missing, unexpected = sorted(expected.keys() - written.keys()), sorted(written.keys() - expected.keys())
+    if not written:
         raise CheckpointError(f"{folder} holds no tensor: nothing was written. Take another step with --step.")
     if missing or unexpected:
         raise CheckpointError(
             f"{folder}: {len(missing)} tensors are missing ({', '.join(missing[:3]) or 'none'}) and {len(unexpected)} "
             f"unexpected ({', '.join(unexpected[:3]) or 'none'}). Export it again."
         )
-    for name, shape in found.items():
+    for name, shape in written.items():
         if shape != expected[name]:
             raise CheckpointError(f"{folder}: {name} has shape {list(shape)}, not {list(expected[name])}.")
-    wanted = sum(torch.Size(shape).numel() for shape in found.values()) * dtype.itemsize
+    wanted = sum(torch.Size(shape).numel() for shape in written.values()) * dtype.itemsize
     on_disk = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     indexed = _read_index(folder)["metadata"]["total_size"] if (folder / INDEX).is_file() else size
     # Headers take some hundred bytes a tensor.
-    if size != wanted or indexed != size or not size < on_disk < size + 4096 * (len(found) + 8):
+    if size != wanted or indexed != size or not size < on_disk < size + 4096 * (len(written) + 8):
         raise CheckpointError(
             f"{folder}: the tensors take {size:,} bytes, the files {on_disk:,}, and the index says {indexed:,}, where "
-            f"{len(found)} tensors of {str(dtype).removeprefix('torch.')} need {wanted:,}. Export it again."
+            f"{len(written)} tensors of {str(dtype).removeprefix('torch.')} need {wanted:,}. Export it again."
         )
 
 

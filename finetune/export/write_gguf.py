@@ -338,21 +338,21 @@ def not_in_reader(config: PretrainedConfig) -> dict[str, Any]:
     return missed | ({"rope_parameters": _rope(config)} if _rope(config)["rope_type"] != "default" else {})
 
 
-def check_tokens(file: Path, question: dict[str, Any], found: dict[str, Any], tokenizer: Any) -> str:
+def check_tokens(file: Path, question: dict[str, Any], answer: dict[str, Any], tokenizer: Any) -> str:
     """Compares the tokenizer that a fresh process has read with the run's, and says for people what was compared.
 
     Raises:
         CheckpointError: If they differ.
     """
     wanted = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in question["texts"]]
-    for text, ids, right in zip(question["texts"], found["ids"], wanted, strict=True):
+    for text, ids, right in zip(question["texts"], answer["ids"], wanted, strict=True):
         if ids != right:
             one, other = (tokenizer.convert_ids_to_tokens(row)[:40] for row in (ids, right))
             raise CheckpointError(f"{file}, read by transformers, makes the tokens {one} of {text!r}, not {other}.")
     same = {"chat template": _template(tokenizer), "bos token": tokenizer.bos_token, "eos token": tokenizer.eos_token}
     for name, value in same.items():
-        if value is not None and found[name] != value:
-            raise CheckpointError(f"{file}, read by transformers, has another {name}: {found[name]}, not {value}.")
+        if value is not None and answer[name] != value:
+            raise CheckpointError(f"{file}, read by transformers, has another {name}: {answer[name]}, not {value}.")
     taken = ", ".join(question["config"])
     note = f" transformers' reader leaves out {taken}, which it was given." if taken else ""
-    return f"Its tokenizer makes the same of {len(wanted)} texts, and ends them at {found['eos token']}.{note}"
+    return f"Its tokenizer makes the same of {len(wanted)} texts, and ends them at {answer['eos token']}.{note}"

@@ -395,13 +395,13 @@ def _not_whole(folder: Path, missing: list[str]) -> RecipeError:
     return RecipeError(f"{folder}: its tensors do not make up the network.{which} Take a complete copy of the model.")
 
 
-def _incomplete(found: Iterable[str]) -> list[str]:
+def _incomplete(names: Iterable[str]) -> list[str]:
     """Names absent parts of quantized weights, such as scales, that others of the same files have.
 
     bitsandbytes stores `NAME.weight` with `NAME.weight.absmax` and others beside it.
     """
     parts: dict[str, set[str]] = defaultdict(set)
-    for name in found:
+    for name in names:
         owner, _, state = name.partition(".weight.")
         parts[owner if state else name.removesuffix(".weight")].add(state)
     packed = {owner: own for owner, own in parts.items() if len(own) > 1}

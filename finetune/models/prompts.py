@@ -83,10 +83,10 @@ def stop_tokens(generation: GenerationConfig, tokenizer: Any, taught: Sequence[i
     return list(dict.fromkeys(end for end in (own, *taught, *base) if end is not None))
 
 
-def stopping_at(generation: GenerationConfig, found: Sequence[int]) -> GenerationConfig:
+def stopping_at(generation: GenerationConfig, tokens: Sequence[int]) -> GenerationConfig:
     """Returns the generation config, made to stop at these tokens, and to be writable."""
-    if found:
-        generation.eos_token_id = list(found) if len(found) > 1 else found[0]
+    if tokens:
+        generation.eos_token_id = list(tokens) if len(tokens) > 1 else tokens[0]
     if generation.temperature not in (None, 1.0) or generation.top_p not in (None, 1.0):
         # transformers writes no settings for sampling unless it is asked to sample; some hub models have them so.
         generation.do_sample = True

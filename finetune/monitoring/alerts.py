@@ -136,7 +136,7 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
         return None
 
 
-def _run_command(words: list[str], body: str, told: dict[str, str]) -> None:
+def _run_command(words: list[str], body: str, variables: dict[str, str]) -> None:
     words[0] = os.path.expanduser(words[0])
     with subprocess.Popen(
         words,
@@ -145,7 +145,7 @@ def _run_command(words: list[str], body: str, told: dict[str, str]) -> None:
         stderr=subprocess.PIPE,
         encoding="utf-8",
         errors="replace",
-        env={**os.environ, **told},
+        env={**os.environ, **variables},
         start_new_session=True,  # Ctrl-C, of which it may tell, does not end it
     ) as process:
         try:

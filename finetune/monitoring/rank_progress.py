@@ -157,10 +157,10 @@ def read_ranks(directory: Path) -> str | None:
     return f"{last.place} is {last}, for {last.for_s:.0f} s" if last.for_s > _LONG_S else behind
 
 
-def straggler_line(found: Straggler, place: str) -> str:
+def straggler_line(straggler: Straggler, name: str) -> str:
     """Returns a line about a rank that others wait for."""
-    why = f", {found.data_s:.2g} s of them for its data" if found.data_s > found.late_s / 2 else ""
-    return f"{place} is behind: others wait {found.late_s:.2g} s of each step's {found.step_s:.2g} s for it{why}"
+    why = f", {straggler.data_s:.2g} s of them for its data" if straggler.data_s > straggler.late_s / 2 else ""
+    return f"{name} is behind: others wait {straggler.late_s:.2g} s of each step's {straggler.step_s:.2g} s for it{why}"
 
 
 def _order(at: Position) -> tuple[int, int]:

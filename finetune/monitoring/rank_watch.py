@@ -244,16 +244,16 @@ class RankWatch:
         with suppress(OSError):
             write_json(self._directory / RANKS, {"time": round(time.time(), 3), "ranks": shown, "behind": behind})
 
-    def _judge(self, found: Straggler | None, ranks: Sequence[dict[str, Any]]) -> None:
+    def _judge(self, straggler: Straggler | None, ranks: Sequence[dict[str, Any]]) -> None:
         """Names a rank that was behind twice in a row, once."""
-        suspect = None if found is None else found.rank
+        suspect = None if straggler is None else straggler.rank
         before, self._suspect = self._suspect, suspect
         named = None if self._named is None else self._named.rank
-        if found is not None and suspect == before:
-            self._named = found
+        if straggler is not None and suspect == before:
+            self._named = straggler
             if suspect != named:
-                text = straggler_line(found, ranks[found.rank]["place"])
-                to_stderr(f"after step {ranks[found.rank]['step']}: {text}")
+                text = straggler_line(straggler, ranks[straggler.rank]["place"])
+                to_stderr(f"after step {ranks[straggler.rank]['step']}: {text}")
                 send_alert(self._guard, "straggler", text, self._facts())
         elif suspect is None and before is None and self._named is not None:
             to_stderr(f"after step {ranks[0]['step']}: {ranks[self._named.rank]['place']} is no longer behind")

@@ -131,13 +131,13 @@ def _trials_agree(optim: OptimSection) -> bool:
     return bool((whole - parts).norm() <= 1e-4 * whole.norm())
 
 
-def _trial(optim: OptimSection, part: slice) -> torch.Tensor:
+def _trial(optim: OptimSection, cut_to: slice) -> torch.Tensor:
     """Returns what three steps add to two matrices, or to a part of each as a vector: (2, elements)."""
     generator = torch.Generator().manual_seed(0)
     start, *gradients = torch.randn(4, 2, 6, 8, generator=generator)
 
     def cut(matrix: torch.Tensor) -> torch.Tensor:
-        return matrix.clone() if part == slice(None) else matrix.flatten()[part].clone()
+        return matrix.clone() if cut_to == slice(None) else matrix.flatten()[cut_to].clone()
 
     weights = [nn.Parameter(cut(matrix)) for matrix in start]
     # A large rate: what is compared must not drown in rounding.

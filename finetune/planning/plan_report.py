@@ -246,16 +246,16 @@ def as_json(plan: Plan, traced: list[Traced] | None = None) -> str:
     return json.dumps(report, indent=2)
 
 
-def _traced(found: Traced) -> dict[str, Any]:
-    facts = vars(found).copy()
+def _traced(traced: Traced) -> dict[str, Any]:
+    facts = vars(traced).copy()
     candidate = facts.pop("candidate")
     return {
         "launch": candidate.name,
         "kind": candidate.kind,
         **asdict(candidate.setting),
-        "peak": found.peak if found.parts else None,
+        "peak": traced.peak if traced.parts else None,
         "predicted": candidate.peak,
-        "difference": found.difference,
+        "difference": traced.difference,
         **facts,
     }
 

@@ -113,10 +113,10 @@ def _draw_picture(chart: Chart, name: str, file: Path) -> None:
     figure.savefig(file)
 
 
-def named_runs(found: Sequence[tuple[Path, RunHistory]]) -> list[tuple[str, RunHistory]]:
+def named_runs(runs: Sequence[tuple[Path, RunHistory]]) -> list[tuple[str, RunHistory]]:
     """Returns runs with the names of their directories, or their paths where two are named alike."""
-    unique = len({run.name for _, run in found}) == len(found)
-    return [(run.name if unique else str(directory), run) for directory, run in found]
+    unique = len({run.name for _, run in runs}) == len(runs)
+    return [(run.name if unique else str(directory), run) for directory, run in runs]
 
 
 def check_options(price: float | None) -> None:

@@ -81,7 +81,7 @@ def find_interface(host: str) -> NetworkInterface:
     )
 
 
-def named_interface(found: NetworkInterface, env: Mapping[str, str]) -> NetworkInterface:
+def named_interface(default: NetworkInterface, env: Mapping[str, str]) -> NetworkInterface:
     """Returns the interface that the environment names for gloo, if it does, else the one that was found.
 
     Raises:
@@ -90,16 +90,16 @@ def named_interface(found: NetworkInterface, env: Mapping[str, str]) -> NetworkI
     check_named(env)
     name = env.get(VARIABLES[0], "").split(",")[0]
     if not name:
-        return found
+        return default
     there = psutil.net_if_addrs()
-    family = socket.AF_INET6 if ":" in found.address else socket.AF_INET
+    family = socket.AF_INET6 if ":" in default.address else socket.AF_INET
     addresses = [entry.address.partition("%")[0] for entry in there.get(name, []) if entry.family == family]
     if not addresses:
         raise BackendError(
             f"{VARIABLES[0]} is {name}, an interface that has no address of the kind of main_process_ip. Correct "
-            f"it, or unset it: the interface that reaches machine 0 is found ({found.name or found.address})."
+            f"it, or unset it: the interface that reaches machine 0 is found ({default.name or default.address})."
         )
-    return NetworkInterface(name, addresses[0], found.peer)
+    return NetworkInterface(name, addresses[0], default.peer)
 
 
 def check_named(env: Mapping[str, str]) -> None:
@@ -113,8 +113,8 @@ def check_named(env: Mapping[str, str]) -> None:
             )
 
 
-def interface_variables(found: NetworkInterface, env: Mapping[str, str]) -> dict[str, str]:
+def interface_variables(interface: NetworkInterface, env: Mapping[str, str]) -> dict[str, str]:
     """Returns the variables that tell gloo and NCCL to take an interface, of those that are not set."""
     # NCCL takes a name as the beginning of one, unless `=` stands before it.
-    values = {VARIABLES[0]: found.name, VARIABLES[1]: f"={found.name}"}
-    return {name: value for name, value in values.items() if found.name and name not in env}
+    values = {VARIABLES[0]: interface.name, VARIABLES[1]: f"={interface.name}"}
+    return {name: value for name, value in values.items() if interface.name and name not in env}

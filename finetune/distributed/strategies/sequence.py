@@ -88,21 +88,21 @@ def split(batch: Mapping[str, torch.Tensor], rows: RowGroup | None) -> Mapping[s
     }
 
 
-def gather_rows(part: torch.Tensor, rows: RowGroup) -> torch.Tensor:
+def gather_rows(shard: torch.Tensor, rows: RowGroup) -> torch.Tensor:
     """Exchanges all heads of a part of each row, (B, H, T / N, E), for some heads of whole rows, (B, H / N, T, E).
 
     Raises:
         BackendError: If the heads do not divide into N parts.
     """
-    heads, size = part.shape[1], rows.group.size
+    heads, size = shard.shape[1], rows.group.size
     if heads % size:
         sizes = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
         raise BackendError(
             f"The launch file splits rows over {size} ranks (sp_size), each of which attends whole rows with a "
             f"part of the {heads} attention heads. Set sp_size to a number that divides them: {sizes}."
         )
-    heads_of_rows = exchange(part, rows)
-    rows.parts = heads_of_rows.shape[2] // part.shape[2]
+    heads_of_rows = exchange(shard, rows)
+    rows.parts = heads_of_rows.shape[2] // shard.shape[2]
     return heads_of_rows
 
 

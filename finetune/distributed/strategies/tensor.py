@@ -85,14 +85,14 @@ def sum_gradients(values: torch.Tensor, group: Group) -> torch.Tensor:
     return apply_passes(values, _same, partial(_sum, group))
 
 
-def sum_outputs(part: torch.Tensor, group: Group) -> torch.Tensor:
+def sum_outputs(values: torch.Tensor, group: Group) -> torch.Tensor:
     """Returns the sum over the group's ranks, on each of them."""
-    return apply_passes(part, partial(_sum, group), _same)
+    return apply_passes(values, partial(_sum, group), _same)
 
 
-def gather_outputs(part: torch.Tensor, group: Group) -> torch.Tensor:
+def gather_outputs(shard: torch.Tensor, group: Group) -> torch.Tensor:
     """Joins the parts of the group's ranks, (..., h / N), to (..., h), on each of them."""
-    return apply_passes(part, partial(_join, group), partial(_own, group))
+    return apply_passes(shard, partial(_join, group), partial(_own, group))
 
 
 def split_inputs(whole: torch.Tensor, group: Group) -> torch.Tensor:
@@ -105,14 +105,14 @@ def split_tokens(whole: torch.Tensor, group: Group) -> torch.Tensor:
     return apply_passes(whole, partial(part_of_tokens, group=group), partial(_join_tokens, group, len(whole)))
 
 
-def gather_tokens(part: torch.Tensor, tokens: int, group: Group) -> torch.Tensor:
+def gather_tokens(shard: torch.Tensor, tokens: int, group: Group) -> torch.Tensor:
     """Joins the parts that `split_tokens` gives the group's ranks, (n / N, ...) to (n, ...), on each of them."""
-    return apply_passes(part, partial(_join_tokens, group, tokens), partial(part_of_tokens, group=group))
+    return apply_passes(shard, partial(_join_tokens, group, tokens), partial(part_of_tokens, group=group))
 
 
-def _join_tokens(group: Group, tokens: int, part: torch.Tensor) -> torch.Tensor:
-    joined = part.new_empty(group.size * len(part), *part.shape[1:])
-    distributed.all_gather_into_tensor(joined, part.contiguous(), group=group.handle)
+def _join_tokens(group: Group, tokens: int, shard: torch.Tensor) -> torch.Tensor:
+    joined = shard.new_empty(group.size * len(shard), *shard.shape[1:])
+    distributed.all_gather_into_tensor(joined, shard.contiguous(), group=group.handle)
     return joined[:tokens]
 
 
@@ -165,16 +165,16 @@ def _same(values: torch.Tensor) -> torch.Tensor:
     return values.view_as(values)
 
 
-def _join(group: Group, part: torch.Tensor) -> torch.Tensor:
-    return torch.cat(gather_parts(part, group), -1)
+def _join(group: Group, shard: torch.Tensor) -> torch.Tensor:
+    return torch.cat(gather_parts(shard, group), -1)
 
 
-def _sum(group: Group, part: torch.Tensor) -> torch.Tensor:
+def _sum(group: Group, values: torch.Tensor) -> torch.Tensor:
     # In fp32: rounded to 16 bit before they are added, parts would lose what the whole product keeps.
-    wide = torch.float32 if part.dtype in (torch.bfloat16, torch.float16) else part.dtype
-    whole = part.to(wide, copy=True, memory_format=torch.contiguous_format)
+    wide = torch.float32 if values.dtype in (torch.bfloat16, torch.float16) else values.dtype
+    whole = values.to(wide, copy=True, memory_format=torch.contiguous_format)
     distributed.all_reduce(whole, group=group.handle)
-    return whole.to(part.dtype)
+    return whole.to(values.dtype)
 
 
 def _own(group: Group, whole: torch.Tensor) -> torch.Tensor:
