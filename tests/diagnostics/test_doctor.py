@@ -19,7 +19,7 @@ import torch
 from filelock import FileLock
 from forkserver import ForkServer
 from harness import ROOT
-from ranks import Place, free_port
+from ranks import Place, free_port, lines
 
 from finetune.cli.main import main
 from finetune.config.recipe import load_recipe
@@ -300,6 +300,7 @@ def sound(monkeypatch: Patch) -> None:
 
 @pytest.mark.usefixtures("sound")
 def test_a_sound_machine(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    place.write("train.jsonl", lines(8))
     words = ["doctor", "--recipe", str(place.recipe()), "--config_file", "accelerate_configs/ddp.yaml"]
     assert main(words) == 0
     shown = capsys.readouterr()
