@@ -25,7 +25,6 @@ _ANY_MODEL = "a run, checkpoint, adapter, export, model directory or hub name"
 # Options of --harness, and the least number that each takes.
 _HARNESS_OPTIONS = {"num_fewshot": 0, "limit": 1, "batch_size": 1}
 
-
 # Models that read the fields which flags name.
 _READERS = {
     "pair_field": "classifiers of documents, regression and the targets that `eval` reads",

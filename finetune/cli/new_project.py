@@ -39,7 +39,6 @@ from finetune.utils.quoting import shell_command, shell_word
 from finetune.utils.shipped_files import LAUNCH_FILES, shipped_path
 from finetune.utils.yaml_files import parse
 
-TASKS = ("lm", "chat", "classify", "custom")
 _KINDS: dict[str, Kind] = {"lm": "text", "chat": "conversations", "classify": "labelled"}
 _COLUMNS = ("text_field", "label_field", "fields", "split")
 # As many times the documents of the smallest class.
@@ -59,7 +58,7 @@ class Project:
     """Options of a new project, as `finetune init` takes them."""
 
     task: str | None = None
-    """Name among `TASKS`; None to find it in the data, or `lm` without any."""
+    """`lm`, `chat`, `classify` or `custom`; None to find it in the data, or `lm` without any."""
     model: str | None = None
     data: str | None = None
     adapters: str | None = None

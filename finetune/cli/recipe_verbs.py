@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 # Those of `peer_keys`, which is not imported before it is needed.
 CONVERTED_TOOLS = ("trl", "axolotl", "llama-factory", "torchtune")
+TASKS = ("lm", "chat", "classify", "custom")
 CLUSTERS = ("slurm", "k8s", "kubeflow", "sky")
 _RECIPE = "a recipe, by name or path: sample, my/recipe.yaml"
 
@@ -109,7 +110,7 @@ def _add_project_arguments(verb: argparse.ArgumentParser, *, required: bool) -> 
     """Adds what a new recipe is made of; `required`: the model and the data must be given."""
     own = ("", "") if required else (" (default: a small model, from random weights)", " (default: built-in data)")
     text = "what is learned (default: found from the data)"
-    verb.add_argument("--task", choices=("lm", "chat", "classify", "custom")[: 3 if required else 4], help=text)
+    verb.add_argument("--task", choices=TASKS[: 3 if required else 4], help=text)
     verb.add_argument("--model", required=required, help=f"a directory or a name on the hub{own[0]}")
     verb.add_argument("--data", required=required, metavar="FILE", help=f"a file, glob or directory{own[1]}")
     adapters = verb.add_mutually_exclusive_group()

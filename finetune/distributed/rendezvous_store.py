@@ -1,7 +1,4 @@
-"""What the ranks of a launch tell each other before they form a process group.
-
-`patience` is how long they wait for each other.
-"""
+"""What the ranks of a launch tell each other before they form a process group."""
 
 import itertools
 import os
@@ -18,23 +15,27 @@ from finetune.utils import errors, orphan_watch
 
 _numbers = itertools.count()
 
+# How long ranks wait for each other: some start later, one reads the base's files or counts the network for all, or
+# still tries a micro-batch, and large models load slowly.
+_PATIENCE = timedelta(hours=2)
+
 # Places, and names of each, that a message lists.
 _SHOWN = 4
 
 
-def open_board(patience: timedelta) -> RankNotes:
+def open_board() -> RankNotes:
     """Returns a board of its own for what ranks tell each other next; every rank must call it."""
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    return RankNotes(rank, world, f"board-{next(_numbers)}", patience)
+    return RankNotes(rank, world, f"board-{next(_numbers)}", _PATIENCE)
 
 
-def from_main(make: Callable[[], Any], patience: timedelta) -> Any:
+def from_main(make: Callable[[], Any]) -> Any:
     """Returns what rank 0 makes, as JSON has it; every rank must call it, and the others do not call `make`.
 
     Raises:
         FinetuneError, LostRankError: As `make` does on rank 0, on every rank.
     """
-    notes = open_board(patience)
+    notes = open_board()
     if notes.rank == 0:
         with failures_told():
             note = make()
@@ -47,14 +48,14 @@ def from_main(make: Callable[[], Any], patience: timedelta) -> Any:
     return note
 
 
-def gather_notes(note: Any, patience: timedelta) -> list[Any]:
+def gather_notes(note: Any) -> list[Any]:
     """Returns what each rank has noted, as JSON has it, in their order; every rank calls it."""
-    notes = open_board(patience)
+    notes = open_board()
     notes.write(str(notes.rank), note)
     return [notes.wait_for(str(other)) for other in range(notes.world_size)]
 
 
-def check_machines(recipe: Mapping[str, Any], patience: timedelta) -> None:
+def check_machines(recipe: Mapping[str, Any]) -> None:
     """Raises a `BackendError` on every rank if machines differ in recipe, code or versions; every rank must call it.
 
     Launchers compare that too, where all machines are started by `finetune launch` and their number is fixed.
@@ -62,7 +63,7 @@ def check_machines(recipe: Mapping[str, Any], patience: timedelta) -> None:
     if not orphan_watch.on_several_machines():
         return
     machine, machines = int(os.environ["GROUP_RANK"]), int(os.environ["GROUP_WORLD_SIZE"])
-    notes = open_board(patience)
+    notes = open_board()
     if os.environ["LOCAL_RANK"] == "0":
         sizes = {"num_machines": machines, "num_processes": notes.world_size}
         notes.write(f"machine {machine}", asdict(MachineFacts.of_here(recipe, rank=machine, verb="launch", **sizes)))
@@ -73,16 +74,16 @@ def check_machines(recipe: Mapping[str, Any], patience: timedelta) -> None:
             text = f"The machines cannot train together, and nothing was trained. {' '.join(differences)}"
             raise errors.BackendError(text)
 
-    from_main(compare, patience)
+    from_main(compare)
 
 
-def meet(patience: timedelta) -> None:
+def meet() -> None:
     """Connects to the store of the launch, through which the other ranks hear of an error from then on."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        connect(int(os.environ.get("RANK", "0")), patience)
+        connect(int(os.environ.get("RANK", "0")), _PATIENCE)
 
 
-def check_inputs(inputs: dict[str, dict[str, Any]], patience: timedelta) -> dict[str, dict[str, Any]]:
+def check_inputs(inputs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Returns rank 0's inputs, by names for messages, if all ranks start from the same; every rank must call it.
 
     A section that a rank leaves out is compared between the others: what is read once a machine.
@@ -90,7 +91,7 @@ def check_inputs(inputs: dict[str, dict[str, Any]], patience: timedelta) -> dict
     Raises:
         BackendError: On every rank, with the ranks or machines that differ from rank 0, and in what.
     """
-    notes = open_board(patience)
+    notes = open_board()
     peer_name = machine_name() if orphan_watch.on_several_machines() else rank_name(notes.rank)
     notes.write(str(notes.rank), [peer_name, inputs])
 
@@ -113,7 +114,7 @@ def check_inputs(inputs: dict[str, dict[str, Any]], patience: timedelta) -> dict
             )
         return dict(ours)
 
-    return dict(from_main(compare, patience))
+    return dict(from_main(compare))
 
 
 def environment_apart(name: str) -> dict[str, str]:

@@ -16,10 +16,9 @@ class SamplingOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        least = {"max_new_tokens": (self.max_new_tokens, 1), "top_k": (self.top_k, 1)}
-        for name, (value, smallest) in least.items():
-            if value is not None and value < smallest:
-                raise RecipeError(f"{name} is {value}; give {smallest} or more.")
+        for name, value in {"max_new_tokens": self.max_new_tokens, "top_k": self.top_k}.items():
+            if value is not None and value < 1:
+                raise RecipeError(f"{name} is {value}; give 1 or more.")
         if not 0 <= self.temperature < float("inf"):
             raise RecipeError(f"temperature is {self.temperature}; give 0 (always the likeliest token) or more.")
         if self.top_p is not None and not 0 < self.top_p <= 1:

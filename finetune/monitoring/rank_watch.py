@@ -164,7 +164,7 @@ class RankWatch:
         step, phase, marks, since = self._at
         details = (0, "", "")
         if fully:
-            details = (*torch_private.last_collective(torch_private.recorded_collectives()), _line_of(self._main))
+            details = (*torch_private.last_collective(), _line_of(self._main))
         return Position(self._place, step, phase, marks, time.monotonic() - since, *details)
 
     def stands_still(self) -> str | None:

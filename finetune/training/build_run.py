@@ -4,7 +4,6 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -63,9 +62,6 @@ from finetune.utils.compat import torch_private
 from finetune.utils.compat.accelerate_private import unsplit_classes
 from finetune.utils.compat.library_versions import untested_versions
 from finetune.utils.quoting import to_stderr
-
-# How long ranks wait for rank 0 to read the base's files or to count the network, and for those that start later.
-_PATIENCE = timedelta(hours=2)
 
 # A run of so many epochs that it has fewer steps than this is warned of.
 _FEW_STEPS = 50
@@ -142,7 +138,7 @@ def build_run(recipe: Recipe, *, quiet: bool = False) -> BuiltRun:
         to_stderr(text)
     launch = read_launch()
     check_run(recipe, launch)
-    rendezvous_store.check_machines(recipe.model_dump(mode="json"), _PATIENCE)
+    rendezvous_store.check_machines(recipe.model_dump(mode="json"))
     inputs = _read_inputs(recipe, quiet)
     begun = resume_point.kept_micro_size(recipe, inputs.directory)
     micro = micro_batch_search.resolve_micro_size(recipe, launch, inputs.data.digest, begun=begun, quiet=quiet)
@@ -271,9 +267,9 @@ def _read_inputs(recipe: Recipe, quiet: bool) -> Inputs:
     if os.environ.get("LOCAL_RANK", "0") == "0":
         # One rank of each machine reads the base's files, which may be many gigabytes.
         read = orphan_watch.on_several_machines() or Path(recipe.model.name or "hub").is_dir()
-        rendezvous_store.meet(_PATIENCE)  # so that the others hear of it if they cannot be read
+        rendezvous_store.meet()  # so that the others hear of it if they cannot be read
         inputs["base"] = base_files(recipe) if read else {}
-    agreed = rendezvous_store.check_inputs(inputs, _PATIENCE)
+    agreed = rendezvous_store.check_inputs(inputs)
     base = base_of(recipe, agreed["base"])
     identity = identity_of(recipe, order, base)
     resume_point.compare_with_previous(recipe.resume.allow, directory, identity)
@@ -288,7 +284,7 @@ def choose_gradient_sums(recipe: Recipe, launch: Launch, accumulation: int) -> G
     if not launch.defers(accumulation):
         chosen = launch.sync_each_batch if accumulation > 1 else None
         return None if chosen is None else GradientSums(chosen, None, 0)
-    room = min(rendezvous_store.gather_notes(device_selection.total_memory(), _PATIENCE))
+    room = min(rendezvous_store.gather_notes(device_selection.total_memory()))
 
     def forecast() -> tuple[bool, int | None]:
         # Whole gradients send less, so they are held where they fit.
@@ -300,7 +296,7 @@ def choose_gradient_sums(recipe: Recipe, launch: Launch, accumulation: int) -> G
             return True, None
         return whole.verdict != "fits", whole.needed
 
-    each, needed = rendezvous_store.from_main(forecast, _PATIENCE)
+    each, needed = rendezvous_store.from_main(forecast)
     return GradientSums(each, needed, room)
 
 

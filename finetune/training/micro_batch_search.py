@@ -10,7 +10,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +31,6 @@ FULL = 0.92
 
 # What a trial's process exits with when memory was not enough.
 OUT_OF_MEMORY = 3
-
-# How long ranks wait for one that still tries: others may start later, and large models load slowly.
-_PATIENCE = timedelta(hours=2)
 
 # Seconds between two looks at whether another rank's process has failed.
 _EVERY_S = 0.2
@@ -78,13 +74,12 @@ def resolve_micro_size(
     if begun is not None:
         rows = micro_rows(recipe.with_micro_size(begun), launch.data_ranks)
         return MicroBatchChoice(recipe, None) if rows == asked else _choose(recipe, {"rows": rows}, why)
-    notes = rendezvous_store.open_board(_PATIENCE)
+    notes = rendezvous_store.open_board()
     rank = notes.rank
     sizes, room = divisors(recipe.batch.global_size // launch.data_ranks), device_selection.available_memory()
     kept = _kept(recipe, launch, digest)
     begin = rendezvous_store.from_main(
-        lambda: _read(kept, room) or {"first": largest_micro_size(recipe, launch, sizes, room), "room": room},
-        _PATIENCE,
+        lambda: _read(kept, room) or {"first": largest_micro_size(recipe, launch, sizes, room), "room": room}
     )
     if "rows" in begin:
         return _choose(recipe, {**begin, "known": True}, "as found before")
@@ -178,7 +173,7 @@ def _try(recipe: Recipe, launch: Launch, notes: RankNotes, rank: int) -> float |
         elif own is not None:
             note["output"] = " ".join(log.read_text(encoding="utf-8", errors="replace").split())[-600:]
             notes.write(f"{name}/over", rank)
-    ended = rendezvous_store.gather_notes(note, _PATIENCE)
+    ended = rendezvous_store.gather_notes(note)
     if all(note["code"] == 0 for note in ended):
         return float(max(note["share"] for note in ended))
     # A host that runs out of memory kills.

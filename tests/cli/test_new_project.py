@@ -10,7 +10,8 @@ from forkserver import ForkServer
 from harness import ROOT, environment
 
 from finetune.cli import new_project
-from finetune.cli.new_project import TASKS, Project, write_project
+from finetune.cli.new_project import Project, write_project
+from finetune.cli.recipe_verbs import TASKS
 from finetune.config import recipe_paths
 from finetune.config.recipe import load_recipe, validate_recipe
 from finetune.config.recipe_schema import Recipe

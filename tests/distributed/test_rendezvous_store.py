@@ -37,15 +37,15 @@ def test_ranks_whose_inputs_differ_are_named(monkeypatch: pytest.MonkeyPatch) ->
     whole = {"data": {"data.train.0": "a", "the prompts": "b"}, "base": {"model.safetensors": "c"}}
     notes: dict[str, Any] = {"1": ["rank 1", {"data": {**whole["data"]}}]}
     board = SimpleNamespace(write=notes.__setitem__, wait_for=notes.__getitem__, rank=0, world_size=4)
-    monkeypatch.setattr(rendezvous_store, "open_board", lambda _: board)
-    monkeypatch.setattr(rendezvous_store, "from_main", lambda make, _: make())
+    monkeypatch.setattr(rendezvous_store, "open_board", lambda: board)
+    monkeypatch.setattr(rendezvous_store, "from_main", lambda make: make())
     notes["2"] = ["rank 2", whole]
     notes["3"] = ["rank 3", {"data": whole["data"], "base": {"model.safetensors": "c"}}]
-    assert rendezvous_store.check_inputs(whole, PATIENCE) == whole
+    assert rendezvous_store.check_inputs(whole) == whole
     notes["1"][1]["data"]["the prompts"] = "other"
     notes["3"][1]["base"] = {f"model-{number}.safetensors": "c" for number in range(6)}
     with pytest.raises(BackendError) as raised:
-        rendezvous_store.check_inputs(whole, PATIENCE)
+        rendezvous_store.check_inputs(whole)
     assert str(raised.value) == (
         "The ranks do not start from the same inputs, and nothing was trained: rank 1 has other content than rank 0 in "
         "the prompts; rank 3 has other content than rank 0 in model.safetensors, model-0.safetensors, "

@@ -324,6 +324,7 @@ def test_a_processor_that_cannot_be_looked_up_is_named(
 ) -> None:
     """A multimodal base in the hub's cache, as opening tokenizer and network leaves it, without the hub."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     hub, commit = tmp_path / "models--own--gemma", "a" * 40
     files = gemma3(hub / "snapshots" / commit)
     marks = hub / ".no_exist" / commit

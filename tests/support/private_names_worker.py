@@ -104,12 +104,12 @@ def collectives(folder: Path) -> None:
     """A process's collectives are recorded, and its store can be asked; gloo listens where it is told to."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch_private.start_gloo_with_one_worker()
-    assert torch_private.last_collective(torch_private.recorded_collectives()) == (0, "")
+    assert torch_private.last_collective() == (0, "")
     with torch_private.prefixed_rendezvous("attempt"):
         distributed.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
     assert torch_private.gloo_worker_threads() == 1
     distributed.all_reduce(torch.ones(3))
-    number, words = torch_private.last_collective(torch_private.recorded_collectives())
+    number, words = torch_private.last_collective()
     assert number == 1
     assert "gloo:all_reduce of [[3]]" in words
     exit_codes._wait_for_others()

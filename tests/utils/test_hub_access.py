@@ -29,7 +29,7 @@ def light(monkeypatch: pytest.MonkeyPatch) -> None:
     "words",
     [
         ["generate", "nope", "--prompt", "x"],
-        ["eval", "nope", "--data", "README.md"],
+        ["eval", "nope", "--data", "constraints.txt"],
         ["generate", ".", "--base", "nope", "--prompt", "x"],
     ],
 )

@@ -9,12 +9,12 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from finetune.config.recipe_paths import check_format
 from finetune.data.sources.column_names import as_overrides, guess_chat_fields, guess_field, unread_kind
 from finetune.data.sources.conversation_formats import InvalidConversation, RecordForm, kind_of
 from finetune.data.sources.streams import MAX_DOCUMENT_BYTES, MAX_RECORD_BYTES, JsonReader, Meter, json_items, lines
 from finetune.utils import json_files
 from finetune.utils.errors import DataError
-from finetune.utils.file_formats import HTML, PARQUET, format_of, holds_text
 
 END_OF_TEXT = "<|endoftext|>"
 DUPLICATE_KEY, SWALLOWED = "duplicate_key", "swallowed"
@@ -28,7 +28,6 @@ _SHORT = 40
 _QUOTED = re.compile('"(?:[^"]|"")*"')
 _CONLLU = ("id", "form", "lemma", "upos", "xpos", "feats", "head", "deprel", "deps", "misc")
 _CONLL_COMMENT = re.compile(r"#\s+\w+( id)? = ")
-_COMPRESSED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bzip2", ".xz": "xz", ".lz4": "lz4", ".zip": "zip"}
 
 
 class Document(NamedTuple):
@@ -126,33 +125,14 @@ def read_file(path: Path, fields: Fields, meter: Meter | None = None) -> Iterato
     Raises:
         DataError: If the file cannot be opened, is malformed, or lacks a field.
     """
-    suffix = path.suffix.lower()
+    check_format(path)
     with refuse_unreadable(path):
-        file_format = format_of(path)
-        if file_format == HTML and suffix == ".txt":
-            file_format = None  # a text like any other
-        if file_format is not None and not (file_format == PARQUET and suffix == ".parquet"):
-            though = f", though its name ends in {path.suffix}" if suffix in _READERS else ""
-            raise DataError(f"{path} is {file_format.name}{though}. {file_format.advice} {_allowed()}")
-        if suffix in (".parquet", *_COMPRESSED) and file_format is None and holds_text(path):
-            raise DataError(
-                f"{path} is not a readable {_COMPRESSED.get(suffix, 'Parquet')} file: it holds text. Give it a name "
-                f"that says what it is. {_allowed()}"
-            )
-        if suffix not in _READERS:
-            raise DataError(
-                f"{path} ends in '{path.suffix}', which is no format that can be read. Convert the file. {_allowed()}"
-            )
-        yield from _READERS[suffix](path, fields, meter or Meter())
+        yield from _READERS[path.suffix.lower()](path, fields, meter or Meter())
 
 
 def refuse_unreadable(path: Path) -> AbstractContextManager[None]:
     """Makes an error of the file system one of the data."""
     return DataError.explaining(f"{path} cannot be read", "Check data.train and data.validation.", OSError)
-
-
-def _allowed() -> str:
-    return f"Allowed are {', '.join(_READERS)}, or a directory written by `datasets`' save_to_disk."
 
 
 def document_of(record: Any, fields: Fields, where: str) -> Document:

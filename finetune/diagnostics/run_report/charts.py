@@ -294,16 +294,16 @@ def _values_as_json(values: Series) -> list[float | None]:
     return [value if np.isfinite(value) else None for value in whole]
 
 
-def downsample_curve(y: npt.NDArray[np.float64], most: int = MOST_POINTS) -> npt.NDArray[np.int64]:
-    """Returns the positions to draw of a curve: the lowest and highest of `most / 2` equal parts, and both ends.
+def downsample_curve(y: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
+    """Returns the positions to draw of a curve: the lowest and highest of `MOST_POINTS / 2` equal parts, and both ends.
 
-    All of them if there are no more than `most`. A part without a finite value gives its first position, so that a
+    All of them if there are no more. A part without a finite value gives its first position, so that a
     gap stays a gap.
     """
-    if len(y) <= most:
+    if len(y) <= MOST_POINTS:
         return np.arange(len(y))
     low, high = (np.where(np.isfinite(y), y, gap) for gap in (np.inf, -np.inf))
-    firsts = np.linspace(0, len(y), most // 2 + 1).astype(np.int64)[:-1]
+    firsts = np.linspace(0, len(y), MOST_POINTS // 2 + 1).astype(np.int64)[:-1]
     ends = [
         first + extreme
         for first, lows, highs in zip(firsts, np.split(low, firsts[1:]), np.split(high, firsts[1:]), strict=True)

@@ -112,7 +112,7 @@ def launch_of_file(file: Path, processes: int, replicate: int | None = None) -> 
     return launch_of_environment(exported, processes, str(file), exported=exported)
 
 
-def exported_by_file(file: str | Path, processes: int, replicate: int | None = None) -> dict[str, str]:
+def exported_by_file(file: str | Path, processes: int, replicate: int | None) -> dict[str, str]:
     """Returns the variables that a launch of a file sets on any number of processes; see `launch_of_file`."""
     exported, copies = read_launch_file(str(file)).exported(), "PARALLELISM_CONFIG_DP_REPLICATE_SIZE"
     if int(exported.get(copies, 1)) > 1:

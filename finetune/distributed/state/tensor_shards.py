@@ -60,7 +60,7 @@ def whole_shard(tensor: torch.Tensor) -> Shard:
     return Shard(tuple(whole.shape), whole.reshape(-1), flat_block(0, whole.numel()), (), lambda: whole)
 
 
-def shard_of(tensor: Any, split: Split | None = None, group: Group | None = None) -> Shard:
+def shard_of(tensor: Any, split: Split | None, group: Group | None) -> Shard:
     """Returns the piece of a tensor of torch's own backends, which is sharded along its first dimension or not at all.
 
     If it is split over the ranks of a tensor-parallel group, `split` says how and `group` over which.

@@ -105,14 +105,14 @@ def split_tokens(whole: torch.Tensor, group: Group) -> torch.Tensor:
     return apply_passes(whole, partial(part_of_tokens, group=group), partial(_join_tokens, group, len(whole)))
 
 
-def gather_tokens(part: torch.Tensor, tokens: int, group: Group) -> torch.Tensor:
+def gather_tokens(shard: torch.Tensor, tokens: int, group: Group) -> torch.Tensor:
     """Joins the parts that `split_tokens` gives the group's ranks, (n / N, ...) to (n, ...), on each of them."""
-    return apply_passes(part, partial(_join_tokens, group, tokens), partial(part_of_tokens, group=group))
+    return apply_passes(shard, partial(_join_tokens, group, tokens), partial(part_of_tokens, group=group))
 
 
-def _join_tokens(group: Group, tokens: int, part: torch.Tensor) -> torch.Tensor:
-    joined = part.new_empty(group.size * len(part), *part.shape[1:])
-    distributed.all_gather_into_tensor(joined, part.contiguous(), group=group.handle)
+def _join_tokens(group: Group, tokens: int, shard: torch.Tensor) -> torch.Tensor:
+    joined = shard.new_empty(group.size * len(shard), *shard.shape[1:])
+    distributed.all_gather_into_tensor(joined, shard.contiguous(), group=group.handle)
     return joined[:tokens]
 
 

@@ -56,9 +56,9 @@ def recorded_collectives() -> bytes:
     return bytes(recorder._dump_nccl_trace_json() if on_gpu else recorder._dump_fr_trace_json())
 
 
-def last_collective(recorded: bytes) -> tuple[int, str]:
-    """Returns how many collectives a process has begun, and the last of them in words, of what is recorded."""
-    entries = json.loads(recorded or b"{}").get("entries", [])
+def last_collective() -> tuple[int, str]:
+    """Returns how many collectives this process has begun, and the last of them in words."""
+    entries = json.loads(recorded_collectives() or b"{}").get("entries", [])
     if not entries:
         return 0, ""
     last = max(entries, key=lambda entry: entry["record_id"])
