@@ -352,12 +352,7 @@ class RunReader:
             self._evaluations.drop_from(step)
             _drop_from(self._samples, step)
             # Terms of the loss, and figures that were recorded.
-            others = [
-                key
-                for key, value in line.items()
-                if key not in TRAINING and FIGURE_NAME.fullmatch(key) and isinstance(value, int | float | None)
-            ]
-            self._training.add(line, others)
+            self._training.add(line, [key for key in line if key not in TRAINING and FIGURE_NAME.fullmatch(key)])
         elif keys := [key for key in line if _METRIC.fullmatch(key)]:
             self._evaluations.drop_from(step)
             self._evaluations.add(line, keys)

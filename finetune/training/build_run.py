@@ -188,9 +188,6 @@ def _build_watched(plan: RunPlan, watch: RankWatch, quiet: bool) -> BuiltRun:
         length=inputs.length,
         prompts=inputs.prompts,
         metrics=inputs.metrics,
-        term_weights=torch.tensor(
-            [term.weight for term in inputs.task.terms if term.weight], dtype=torch.float64, device=backend.device
-        ),
         model=built.model,
         optimizer=built.optimizer,
         feed=TokenFileFeed(

@@ -157,8 +157,6 @@ class BuiltRun:
     """Evaluation generates texts for these."""
     metrics: dict[str, Metric]
     """Evaluation computes these, by their names in `eval.metrics`."""
-    term_weights: torch.Tensor
-    """Weights of the terms that are learned, in fp64 on the device."""
 
     model: nn.Module
     """The prepared model: a `ForwardWrapper` inside what the backend wraps around it."""

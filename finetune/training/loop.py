@@ -143,8 +143,11 @@ def train_step(run: BuiltRun, step: int) -> StepOutput:
     sync = _all_reduce_sync(run, window)
     counts = sync[-len(task.terms) :]
     # Backends average over ranks and `backward` divides by the accumulation; both are undone here.
-    whole = backend.mesh.average_size * backend.accumulation * run.term_weights
-    scale = (whole / counts[: task.num_weighted].clamp(min=1)).float()
+    size, weights = (
+        backend.mesh.average_size * backend.accumulation,
+        [term.weight for term in task.terms if term.weight],
+    )
+    scale = torch.stack([weights[k] * size / counts[k].clamp(min=1) for k in range(len(weights))]).float()
     read_later, recorded = AsyncScalar(sync), Totals()
     batches = window.batches if task.window is None else _pass_over_window(run, step, window)
 
@@ -168,7 +171,7 @@ def train_step(run: BuiltRun, step: int) -> StepOutput:
     # With the optimiser on the host, the norm is there too.
     finite = tensor_to_device(finite, backend.device) if finite.is_cpu else finite
     run.state.epoch_sums += torch.where(finite, totals, 0.0)
-    learned = each[:, : task.num_weighted].sum(1)
+    learned = each[:, : len(weights)].sum(1)
     return StepOutput(step, read_later, AsyncScalar(norm.reshape(1)), learned, window.rows, sums, recorded)
 
 

@@ -41,19 +41,9 @@ def log_step(run: BuiltRun, lr: float, output: StepOutput) -> dict[str, Any] | N
     split = run.timer.totals()
     for phase in OUTSIDE:
         split.pop(phase, None)
-    names = sorted(output.recorded)
-    # Of other names on some rank, the sum of squares is more than that of equal numbers.
-    number = 1 + (zlib.crc32("\n".join(names).encode()) >> 12) if names else 0
-    here = output.sums if backend.mesh.counts_loss else torch.zeros_like(output.sums)
-    joined = backend.all_reduce_sum(torch.cat((here, here.new_tensor([number, number * number]))))
-    *sums, total, squares = joined.tolist()
-    if squares * backend.world_size != total * total:
-        raise RecipeError(
-            f"Ranks record other figures in step {state.step}; this one records {', '.join(names) or 'none'}. Record "
-            "the same names on every rank in each step, with 0 where there is nothing."
-        )
+    sums, recorded = _join_figures(backend, output)
     means = mean_figures(run.task.terms, sums, output.read_sync()[1])
-    loss, recorded = means["loss"], _recorded(backend, output, names)
+    loss = means["loss"]
     state.log_here()
     steps, seconds = state.step - before.step, max(sum(split.values()), 1e-9)
     # None of the steps since the last line tells a rate if all of them were compiled meanwhile.
@@ -98,15 +88,31 @@ def log_step(run: BuiltRun, lr: float, output: StepOutput) -> dict[str, Any] | N
     return values
 
 
-def _recorded(backend: Backend, output: StepOutput, names: list[str]) -> dict[str, float]:
-    """Returns what all ranks have recorded in a step; every rank must call it, with the same names."""
+def _join_figures(backend: Backend, output: StepOutput) -> tuple[list[float], dict[str, float]]:
+    """Returns the sum of each term and what was recorded in a step, of all ranks; every rank must call it.
+
+    Raises:
+        RecipeError: If ranks have recorded other names.
+    """
+    names, here = sorted(output.recorded), output.sums
+    # Of other names on some rank, the sum of squares is more than that of equal numbers.
+    number = 1 + (zlib.crc32("\n".join(names).encode()) >> 12) if names else 0
+    terms = here if backend.mesh.counts_loss else torch.zeros_like(here)
+    *sums, total, squares = backend.all_reduce_sum(
+        torch.cat((terms, here.new_tensor([number, number * number])))
+    ).tolist()
+    if squares * backend.world_size != total * total:
+        raise RecipeError(
+            f"Ranks record other figures in step {output.step + 1}; this one records {', '.join(names) or 'none'}. "
+            "Record the same names on every rank in each step, with 0 where there is nothing."
+        )
     if not names:
-        return {}
-    pairs = [
-        torch.as_tensor(one, dtype=torch.float64, device=backend.device) for n in names for one in output.recorded[n]
-    ]
-    joined = iter(backend.all_reduce_sum(torch.stack(pairs)).tolist())
-    return {name: value / (count or 1.0) for name, value, count in zip(names, joined, joined, strict=True)}
+        return sums, {}
+    pairs = torch.stack(
+        [torch.as_tensor(one, device=here.device).double() for n in names for one in output.recorded[n]]
+    )
+    joined = iter(backend.all_reduce_sum(pairs).tolist())
+    return sums, {name: value / (count or 1.0) for name, value, count in zip(names, joined, joined, strict=True)}
 
 
 def log_epoch(run: BuiltRun) -> None:

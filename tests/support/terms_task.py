@@ -17,6 +17,7 @@ TERMS = (
     Term("ranked", "rows", 0.25),
     Term("drift", "rows", 0.0),
     Term("positive", "rows", 0.0),
+    Term("by_place", "rows", 0.0),
 )
 
 
@@ -74,7 +75,9 @@ def sums_of(outputs: torch.Tensor, batch: Any) -> torch.Tensor:
     line = torch.linspace(-1, 1, len(window))[window[:, 0].argsort().argsort()[rows]]
     # Zero, where rows were computed as they are now, and each was joined once.
     drift = (value.detach() - window[rows, 0]).abs().sum() + (window[:, 1] - 1).abs().sum()
-    return torch.stack((error, above, (value - line).square().sum(), drift, (value > 0).sum().float()))
+    # Rows are numbered in the order of the global batch.
+    by_place = (value.detach() * rows).sum()
+    return torch.stack((error, above, (value - line).square().sum(), drift, (value > 0).sum().float(), by_place))
 
 
 def several(dropout: float = 0.0, names: tuple[str, ...] = ()) -> Task:

@@ -98,7 +98,7 @@ def test_figures_are_those_of_a_plain_loop(here: Path) -> None:
     value = terms_task.row_values(outputs, batch).detach()
     batch |= {"window": torch.stack((value, torch.ones(8)), 1), "window_rows": torch.arange(8)}
     sums, targets = terms_task.sums_of(outputs, batch), int(batch["known"].sum())
-    means = [total / count for total, count in zip(sums, (targets, 8, 8, 8, 8), strict=True)]
+    means = [total / count for total, count in zip(sums, (targets, 8, 8, 8, 8, 8), strict=True)]
     loss = means[0] + 0.5 * means[1] + 0.25 * means[2]
     first = read_lines(here / "metrics.jsonl")[0]
     for name, expected in zip(FIGURES, (loss, *means), strict=False):
@@ -171,7 +171,7 @@ def test_what_terms_must_return_is_said(tmp_path: Path) -> None:
     data = task.build_data(validate_recipe(local(tmp_path)), True)
     batch = {**data.train.batch(np.arange(2)), "window": torch.ones(2, 2), "window_rows": torch.arange(2)}
     network = task.build_model(validate_recipe(local(tmp_path)), data)
-    with pytest.raises(RecipeError, match=r"shape \(5,\)\. It has to return the sums of its terms, .* shape \(2,\)"):
+    with pytest.raises(RecipeError, match=r"shape \(6,\)\. It has to return the sums of its terms, .* shape \(2,\)"):
         task.loss_sum(network, batch)
     flat = check_losses(replace(task, window=lambda network, batch: torch.ones(2)))
     with pytest.raises(RecipeError, match=r"the task's window returned a tensor of shape \(2,\).* \(rows, any\)"):
