@@ -52,8 +52,8 @@ def choose_launch(recipe: Recipe, machines: "Machines") -> LaunchChoice:
 
     planned = ":" not in recipe.task.name and recipe.length.steps != 0
     if planned:
-        task, traits = recipe.task, BUILT_IN.get(recipe.task.name)
-        if traits is not None and traits.labelled and not traits.numbers and task.num_labels is None:
+        task, known = recipe.task, BUILT_IN.get(recipe.task.name)
+        if known is not None and known.rows.labels in ("class", "tag") and task.num_labels is None:
             # Nobody has counted the classes yet, and the size of a head decides nothing.
             task = task.model_copy(update={"num_labels": 2})
         plan = make_plan(recipe.model_copy(update={"task": task}), machines)

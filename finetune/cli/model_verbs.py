@@ -191,7 +191,7 @@ def predict(parsed: argparse.Namespace) -> None:
         recipe = evaluate_files.recipe_of(opened, [parsed.file], fields=_fields(parsed, opened), chat=chat)
         predictions = predict_files.predict_files(opened, recipe, parsed.batch_size, parsed.max_new_tokens)
         to_csv = target is not None and target.suffix == ".csv"
-        lines_of_table = predict_files.span_csv_lines if opened.task.tagged else predict_files.csv_lines
+        lines_of_table = predict_files.span_csv_lines if opened.task.rows.labels == "tag" else predict_files.csv_lines
         written = (lines_of_table if to_csv else predict_files.json_lines)(predictions)
         if target is None:
             sys.stdout.writelines(map(visible, written) if sys.stdout.isatty() else written)
@@ -201,7 +201,7 @@ def predict(parsed: argparse.Namespace) -> None:
         write_text(target, "".join(lines))
     except OSError as error:
         raise CheckpointError(f"--output {target} cannot be written: {error.strerror or error}.") from error
-    what = "spans" if to_csv and opened.task.tagged else "documents"
+    what = "spans" if to_csv and opened.task.rows.labels == "tag" else "documents"
     to_stderr(f"Written: {len(lines) - to_csv:,} {what} into {target}.")
 
 
@@ -213,9 +213,9 @@ def _given_fields(parsed: argparse.Namespace) -> dict[str, Any]:
 
 def _fields(parsed: argparse.Namespace, opened: "LoadedModel") -> dict[str, Any]:
     """Keys of a source that the command line gives, each of which a model reads."""
-    task, fields = opened.task, _given_fields(parsed)
-    read = {"text_field": True, "label_field": task.labelled, "field": opened.writes_text}
-    read["pair_field"] = (task.labelled and not task.tagged) or (task.paired and parsed.verb == "eval")
+    rows, fields = opened.task.rows, _given_fields(parsed)
+    read = {"text_field": True, "label_field": bool(rows.labels), "field": opened.writes_text}
+    read["pair_field"] = (rows.labels and rows.takes_pairs is None) or (rows.reads_source and parsed.verb == "eval")
     if unread := [name for name in fields if not read[name]]:
         flag, readers = unread[0].replace("_", "-"), _READERS[unread[0]]
         raise RecipeError(f"--{flag} is for {readers}, and {parsed.run} is none. Leave it out.")

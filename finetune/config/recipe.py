@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Any, Literal, Protocol, get_origin
 
 import yaml
 from pydantic import ValidationError
@@ -45,22 +45,34 @@ SCHEMA_FILE = Path(__file__).with_name("recipe.schema.json")
 """File with the JSON schema of recipes, installed for editors."""
 
 
-@dataclass(frozen=True)
-class TaskTraits:
-    """Facts about a task that recipes are checked for."""
+@dataclass(frozen=True, kw_only=True)
+class RowFacts:
+    """What recipes are checked for of a task's kind of rows; by its defaults, of rows that a task makes itself."""
 
-    place: str = ""
-    """Place of a built-in task, as `package.module:object`."""
-    text: bool = False
-    """True if its networks generate text."""
-    labelled: bool = False
-    """True if a row is one document with a class or a number."""
-    numbers: bool = False
-    """True if it is a number."""
-    paired: bool = False
-    """True if a row is a pair of texts, of which the second is the target."""
-    tagged: bool = False
-    """True if each word has a class."""
+    writes_text: bool = False
+    """True if networks write text, token by token."""
+    reads_source: bool = False
+    """True if that text is apart from the one that is read: a target and its source."""
+    labels: Literal["", "class", "number", "tag"] = ""
+    """What a field beside the text holds: of the document, or a tag for each of its words."""
+    takes_pairs: bool | None = None
+    """True if each document is a pair of texts, False if none is; None: those of a recipe are, or none is."""
+    metrics: tuple[str, ...] = (*TEXT_METRICS, *CLASS_METRICS)
+    """Names that `eval.metrics` takes."""
+    figures: tuple[str, ...] | None = None
+    """Figures of evaluations beside the loss; None where nobody knows them."""
+
+    @property
+    def one_document(self) -> bool:
+        """True if a row is one document, or a pair of texts: `padded`, and no conversation."""
+        return bool(self.labels) or self.reads_source
+
+
+class BuiltInTask(Protocol):
+    """A task that recipes name without importing it."""
+
+    @property
+    def rows(self) -> RowFacts: ...
 
 
 class RecipeLoader(yaml.SafeLoader):
@@ -106,7 +118,7 @@ for _kind_of_yaml in (RecipeLoader, _Dumper):
 def load_recipe(
     path: str | Path,
     overrides: Sequence[str] = (),
-    tasks: Mapping[str, TaskTraits] | None = None,
+    tasks: Mapping[str, BuiltInTask] | None = None,
     *,
     quiet: bool = False,
 ) -> Recipe:
@@ -261,7 +273,7 @@ def read_keys(file: Path, kind: str, error_class: type[FinetuneError]) -> dict[s
 
 
 def validate_recipe(
-    tree: Mapping[str, Any], origin: Origin | str | None = None, tasks: Mapping[str, TaskTraits] | None = None
+    tree: Mapping[str, Any], origin: Origin | str | None = None, tasks: Mapping[str, BuiltInTask] | None = None
 ) -> Recipe:
     """Turns plain keys and values into a recipe.
 
@@ -285,7 +297,7 @@ def validate_recipe(
 
 
 def _checked(
-    tree: Mapping[str, Any], tasks: Mapping[str, TaskTraits] | None
+    tree: Mapping[str, Any], tasks: Mapping[str, BuiltInTask] | None
 ) -> tuple[Recipe | None, list[tuple[str, str]]]:
     """Returns the recipe, None if it is not valid, and its problems, each with its key."""
     tree = write_out(tree)
@@ -368,7 +380,7 @@ def json_schema() -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
-def _conflicts(recipe: Recipe, tasks: Mapping[str, TaskTraits] | None) -> Iterable[str]:
+def _conflicts(recipe: Recipe, tasks: Mapping[str, BuiltInTask] | None) -> Iterable[str]:
     """Yields problems between sections, which no single section can see."""
     own_task = ":" in recipe.task.name
     if tasks is not None and recipe.task.name not in tasks and not own_task:
@@ -383,14 +395,15 @@ def _conflicts(recipe: Recipe, tasks: Mapping[str, TaskTraits] | None) -> Iterab
         yield "length: give exactly one of steps, epochs and tokens (got none)"
     if recipe.batch.micro_size == "auto" and recipe.length.steps == 0:
         yield "batch.micro_size: `auto` tries training steps, and length.steps is 0; give a number"
-    task = (tasks or {}).get(recipe.task.name, TaskTraits())
-    yield from task_conflicts(recipe, task)
+    task = (tasks or {}).get(recipe.task.name)
+    rows = RowFacts() if task is None else task.rows
+    yield from task_conflicts(recipe, rows)
     for side in ("train", "validation") if recipe.chat is None else ():
         for number, source in enumerate(getattr(recipe.data, side)):
             if source.format != "auto" or source.fields:
                 # What is advised must not be refused next.
-                chatless = task.labelled or task.paired
-                done = f"{recipe.task.name} reads no conversations; remove them" if chatless else "add `chat: {}`"
+                remove = f"{recipe.task.name} reads no conversations; remove them"
+                done = remove if rows.one_document else "add `chat: {}`"
                 yield f"data.{side}.{number}: `format` and `fields` need a `chat` section; {done}"
     if recipe.chat is not None and recipe.data.packing == "wrapped":
         yield "data.packing: `wrapped` cuts through conversations; set `documents` or `padded`"
@@ -413,45 +426,42 @@ def source_conflicts(recipe: Recipe) -> Iterable[str]:
         )
 
 
-def task_conflicts(recipe: Recipe, task: TaskTraits) -> Iterable[str]:
-    """Yields problems between a recipe and its task."""
-    if (task.labelled or task.paired) and recipe.data.packing != "padded":
-        yield f"data.packing: {recipe.task.name} reads one {'pair' if task.paired else 'document'} a row; set `padded`"
-    if task.labelled and recipe.sample is not None:
+def task_conflicts(recipe: Recipe, rows: RowFacts) -> Iterable[str]:
+    """Yields problems between a recipe and its task's kind of rows."""
+    name, section, best_by = recipe.task.name, recipe.eval, recipe.checkpoint.keep_best_by
+    known = rows.metrics
+    if rows.one_document:
+        if recipe.data.packing != "padded":
+            yield f"data.packing: {name} reads one {'pair' if rows.reads_source else 'document'} a row; set `padded`"
+        if recipe.chat is not None:
+            yield f"chat: {name} reads no conversations; remove the section"
+    if rows.labels and recipe.sample is not None:
         yield "sample: a classifier writes no text; remove the section"
-    if task.labelled and recipe.chat is not None:
-        yield "chat: a classifier reads no conversations; remove the section"
-    if task.paired and recipe.chat is not None:
-        yield f"chat: {recipe.task.name} reads pairs of texts, and no conversations; remove the section"
     sides = {"train": recipe.data.train, "validation": recipe.data.validation}
     sources = {f"data.{side}.{n}": source for side, given in sides.items() for n, source in enumerate(given)}
     pairs = {source.pair_field is not None for source in sources.values()}
-    if False in pairs and task.paired:
-        yield f"data: {recipe.task.name} learns to write a text; name its column in each source as `pair_field`"
-    elif True in pairs and (task.text or task.tagged) and not task.paired:
-        yield f"data: `pair_field` of a source is for classifiers, and {recipe.task.name} reads one text; remove it"
+    if rows.takes_pairs and False in pairs:
+        yield f"data: {name} learns to write a text; name its column in each source as `pair_field`"
+    elif rows.takes_pairs is False and True in pairs:
+        yield f"data: `pair_field` of a source is for classifiers, and {name} reads one text; remove it"
     elif len(pairs) > 1:
         yield "data: some sources have a `pair_field` and some have none; give it for all, or for none"
-    for key in ("class_weights", "num_labels") if task.numbers else ("class_weights",) if task.text else ():
-        if getattr(recipe.task, key) is not None:
-            yield f"task.{key}: {recipe.task.name} has no classes; remove it"
-    fixed = NUMBER_FIGURES if task.numbers else TAG_FIGURES if task.tagged else ()
-    if fixed and recipe.eval.metrics:
-        yield f"eval.metrics: {recipe.task.name} always reports {', '.join(fixed)}, and no others; remove it"
-    section, best_by = recipe.eval, recipe.checkpoint.keep_best_by
-    both = task.text == task.labelled
-    tells_classes = task.labelled and not fixed
-    known = (*(TEXT_METRICS if both or task.text else ()), *(CLASS_METRICS if both or tells_classes else ()))
-    own = [name for name in section.metrics if ":" in name]
-    for name in section.metrics if not fixed else ():
-        if name not in known and name not in own:
+    numbers = rows.labels == "number"
+    unused = {"class_weights": rows.writes_text or numbers, "num_labels": numbers}
+    for key in (key for key, is_unused in unused.items() if is_unused and getattr(recipe.task, key) is not None):
+        yield f"task.{key}: {name} has no classes; remove it"
+    own = [metric for metric in section.metrics if ":" in metric]
+    if section.metrics and not known:
+        yield f"eval.metrics: {name} always reports {', '.join(rows.figures or ())}, and no others; remove it"
+    for metric in section.metrics if known else ():
+        if metric not in known and metric not in own:
             yield (
-                f"eval.metrics: there is no metric '{name}'{hint(name, known)}; allowed are {', '.join(known)}, "
+                f"eval.metrics: there is no metric '{metric}'{hint(metric, known)}; allowed are {', '.join(known)}, "
                 "or your own function as package.module:function or file.py:function"
             )
-    if section.metrics and not section.prompts and task.text:
+    if section.metrics and not section.prompts and rows.writes_text:
         yield "eval.metrics: they are computed of texts that are generated for prompts; name a source in `eval.prompts`"
-    if section.prompts and task.labelled:
+    if section.prompts and rows.labels:
         yield "eval.prompts: a classifier writes no text, its metrics are of the validation rows; remove it"
     elif section.prompts and not section.metrics:
         yield f"eval.prompts: without `eval.metrics` nothing is generated; name some of {', '.join(known)}"
@@ -461,9 +471,9 @@ def task_conflicts(recipe: Recipe, task: TaskTraits) -> Iterable[str]:
         for key, default in (("text_field", "text"), ("pair_field", None), ("label_field", "label")):
             if getattr(source, key) != default:
                 yield f"eval.prompts.{number}.{key}: prompts and references are named in `fields`; remove it"
-    for source_key, source in sources.items() if (task.text or task.paired) and not task.labelled else ():
+    for source_key, source in sources.items() if rows.writes_text else ():
         if source.label_field != "label":
-            yield f"{source_key}.label_field: {recipe.task.name} reads no labels; remove it"
+            yield f"{source_key}.label_field: {name} reads no labels; remove it"
     wants_best = {"eval.patience": section.patience is not None, "output.model": recipe.output.model == "best"}
     for key in (key for key, wanted in wants_best.items() if wanted):
         if best_by is None:
@@ -472,10 +482,8 @@ def task_conflicts(recipe: Recipe, task: TaskTraits) -> Iterable[str]:
             yield f"{key}: nothing is evaluated before the end of the run; give `eval.every_steps` or `per_epoch`"
     if wants_best["output.model"] and not recipe.output.save_model:
         yield "output.model: output.save_model is false, so that no model is written; remove one of them"
-    if best_by is not None and not own and not both:
-        written = ("perplexity", "accuracy") if task.paired else ("perplexity",)
-        also = written if task.text else fixed or ("accuracy", "recall_macro")
-        keys = [f"validation_{name}" for name in dict.fromkeys(("loss", *also, *section.metrics))]
+    if best_by is not None and not own and rows.figures is not None:
+        keys = [f"validation_{figure}" for figure in dict.fromkeys(("loss", *rows.figures, *section.metrics))]
         if ranking(best_by)[0] not in keys:
             yield (
                 f"checkpoint.keep_best_by: no evaluation has '{best_by}'{hint(best_by, keys)}; allowed are "

@@ -8,6 +8,7 @@ from finetune.config.recipe_schema import ChecksSection
 from finetune.data.class_labels import some
 from finetune.data.sources.readers import DUPLICATE_KEY, SWALLOWED
 from finetune.data.text_issues import LOSSY, MOJIBAKE, NUL, Finding
+from finetune.data.tokenization.encoded import Facts
 from finetune.utils.errors import DataError
 from finetune.utils.exact import exact_product
 
@@ -62,29 +63,6 @@ class SourceReport:
 
 
 @dataclass(frozen=True)
-class ChatReport:
-    """Figures of conversations. Copies by weight are not counted; counts are those of `Facts`."""
-
-    examples: int
-    answers: int
-    supervised_share: float
-    """Tokens that are learned / all tokens."""
-    ended_share: float
-    """Examples whose last answer ends in a special token that is learned / `examples`."""
-    ends: dict[str, int]
-    """These tokens, each with its number of examples."""
-    unsupervised: int
-    too_long: int
-    cut: int
-    answers_cut: int
-    refused: int
-    tools_dropped: int
-    shared: int
-    """Answers whose first token holds a part of what comes before: at inference it is another token."""
-    unwritten: dict[str, int]
-
-
-@dataclass(frozen=True)
 class TargetReport:
     """Figures of the numbers that a regression learns, in their own unit. Copies by weight are counted."""
 
@@ -136,7 +114,7 @@ class SplitReport:
     """Conversations left out because they are broken, by what is wrong with them."""
     first_broken: str | None = None
     """The problem of the first one."""
-    chat: ChatReport | None = None
+    chat: Facts | None = None
     """None for documents."""
     ended_share: float = 0.0
     """Documents that the tokenizer's end-of-text token ends / `documents`; of conversations as `chat` has it."""

@@ -23,7 +23,7 @@ from finetune.utils.quoting import to_stderr
 _INDEX = "index.json"
 STATE = "state.json"
 """A build that leaves this file in its folder can continue with what is there."""
-STATE_VERSION = 5
+STATE_VERSION = 6
 """Version of that file, which has it as `version`, and of those that it is about."""
 # A check of less than this takes about a second, and a wait for one is not worth a word; nor is one for small data,
 # which ranks meet at each first start.
@@ -69,6 +69,8 @@ class Cache:
         """Creates the directory, or raises a `DataError` if it cannot be written."""
         self._root = root
         self._quiet = quiet
+        self.reused = True
+        """False once a folder was built."""
         with self._usable():
             root.mkdir(parents=True, exist_ok=True)
 
@@ -127,6 +129,7 @@ class Cache:
     def _build(self, folder: Path, build: Callable[[Path], dict[str, Any]]) -> Entry:
         if not _BUILDS.get():
             raise NotPreparedError(str(folder))
+        self.reused = False
         staging = folder.with_name(folder.name + ".part")
         remove_path(folder)
         if not self._can_go_on(staging):

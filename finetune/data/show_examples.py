@@ -9,7 +9,7 @@ import numpy as np
 from rich.text import Text
 
 from finetune.data.rows.feed import Rows
-from finetune.data.rows.packed_rows import IGNORED, TokenRows
+from finetune.data.rows.kinds.row_kind import TokenRows
 
 _LEARNED = "bold green"
 _READ = "dim"
@@ -67,55 +67,23 @@ def examples(
                 kind = str(values.dtype).removeprefix("torch.")
                 yield Text(f"{name}: {kind} of shape {tuple(values.shape)}: {first}{more}")
         return
-    tells = "the class, which is learned, is" if label_names else "the number, which is learned, is"
-    learned = tells if rows.classes is not None else "learned tokens are"
-    if rows.label_classes is not None:
-        learned = "tokens that begin a word have its tag behind them, which is learned, and are"
-    yield Text(f"{_DIVIDED}; {learned} {'green' if coloured else 'in [brackets]'}")
-    for number, (ids, targets, label) in enumerate(itertools.islice(_documents(rows, label_names), count), start=1):
+    yield Text(f"{_DIVIDED}; {rows.kind.shown_as} {'green' if coloured else 'in [brackets]'}")
+    shown = (one for row in range(len(rows)) for one in rows.kind.examples(rows, row, label_names))
+    for number, (ids, learned, label) in enumerate(itertools.islice(shown, count), start=1):
         title = Text(f"\nexample {number}: {ids.size:,} tokens, ", style=bold)
         if label is None:
-            yield title.append(f"{np.count_nonzero(targets):,} learned")
+            yield title.append(f"{np.count_nonzero(learned):,} learned")
         else:
-            name = label_names[int(label)] if label_names else f"{label:g}"
-            name = name if coloured else f"[{name}]"
-            yield title.append("class " if label_names else "number ").append(name, style=_LEARNED if coloured else "")
+            kind, name = label
+            yield title.append(f"{kind} ").append(name if coloured else f"[{name}]", style=_LEARNED if coloured else "")
+        tokens, targets = ids.tolist(), learned.tolist()
         if most_tokens is None or ids.size <= most_tokens:
-            yield _line(tokenizer, ids.tolist(), targets.tolist(), coloured=coloured)
+            yield _line(tokenizer, tokens, targets, coloured=coloured)
             continue
         half = most_tokens // 2
-        yield _line(tokenizer, ids[:half].tolist(), targets[:half].tolist(), coloured=coloured)
+        yield _line(tokenizer, tokens[:half], targets[:half], coloured=coloured)
         yield Text(f"… {ids.size - 2 * half:,} more tokens …", style=_READ)
-        yield _line(tokenizer, ids[-half:].tolist(), targets[-half:].tolist(), coloured=coloured)
-
-
-def _documents(rows: TokenRows, label_names: Sequence[str]) -> Iterator[tuple[Any, Any, float | None]]:
-    """Tokens of documents, which of them are targets as the batches have them, and class or number if there is one.
-
-    Where words are tagged, the tag of each token stands for whether it is a target: an empty text if it has none.
-    """
-    for row in range(len(rows)):
-        batch = {name: values[0].numpy() for name, values in rows.batch(np.array([row])).items()}
-        if rows.classes is not None or rows.label_classes is not None:
-            ids = batch["input_ids"][batch["attention_mask"] == 1]
-        if rows.label_classes is not None:
-            tags = batch["targets"][: ids.size].tolist()
-            yield ids, np.array(["" if tag == IGNORED else label_names[tag] for tag in tags]), None
-            continue
-        if rows.classes is not None:
-            yield ids, np.full(ids.size, False), batch["targets"].item()
-            continue
-        if rows.target_wrapping is not None:
-            source, target = batch["input_ids"][batch["attention_mask"] == 1], batch["targets"]
-            target = target[target != IGNORED]
-            yield np.append(source, target), np.repeat([False, True], [source.size, target.size]), None
-            continue
-        begin = 0
-        for segment in range(int(rows.packed.row_starts[row]), int(rows.packed.row_starts[row + 1])):
-            start, length = int(rows.packed.starts[segment]), int(rows.packed.lengths[segment])
-            ids = np.append(batch["input_ids"][begin : begin + length], rows.tokens[start + length])
-            yield ids, np.append(False, batch["targets"][begin : begin + length] != IGNORED), None
-            begin += length
+        yield _line(tokenizer, tokens[-half:], targets[-half:], coloured=coloured)
 
 
 def _line(tokenizer: Any, ids: list[int], targets: list[bool] | list[str], *, coloured: bool) -> Text:

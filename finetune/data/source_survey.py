@@ -11,6 +11,8 @@ from finetune.config.recipe_schema import Recipe, Source
 from finetune.data.chat.chat_encoder import ChatEncoder
 from finetune.data.chat.chat_templates import find_template
 from finetune.data.class_labels import KnownClasses
+from finetune.data.rows.kinds import classes
+from finetune.data.rows.kinds import documents as texts_kind
 from finetune.data.sources.column_names import guess_chat_fields, guess_field
 from finetune.data.sources.conversation_formats import AS_IT_IS, RecordForm, Tolerance, find_format
 from finetune.data.sources.corpus import open_source
@@ -109,9 +111,8 @@ def survey_source(path: str, kind: Kind | None = None, given: Mapping[str, Any] 
     form = None
     if record_kind == "conversations":
         form = RecordForm("auto", keys.get("fields", {}), {}, "text", strip=True, tolerance=tolerance)
-    corpus = open_source(
-        Source(path=path, **keys), "class" if record_kind == "labelled" else "tokens", form=form, key=_SOURCE
-    )
+    rows, source = classes.KIND if record_kind == "labelled" else texts_kind.KIND, Source(path=path, **keys)
+    corpus = open_source(source, rows.fields(source, form=form, source=_SOURCE))
     documents = corpus.documents()
     texts: list[str] = []
     labels: Counter[int | str] = Counter()
@@ -122,9 +123,10 @@ def survey_source(path: str, kind: Kind | None = None, given: Mapping[str, Any] 
         count += 1
         if len(texts) < _MOST_TOKENISED:
             texts.append(document.text)
-        if isinstance(document.label, int | str):
-            labels[document.label] += 1
-            places.setdefault(type(document.label), (document.label, document.where))
+        for label in document.labels:
+            if isinstance(label, int | str):
+                labels[label] += 1
+                places.setdefault(type(label), (label, document.where))
     if kind is None and "label_field" not in (given or {}) and len(labels) > max(_MOST_CLASSES, count // 10):
         return survey_source(path, "text", given)
     whole = record_kind == "labelled" or next(documents, None) is None

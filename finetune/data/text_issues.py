@@ -64,7 +64,7 @@ class Issues:
         """
         for number, item in enumerate(items, start=first):
             self.looked += 1
-            self.first = self.first or _printable(item.where)
+            self.first = self.first or _printable(item.document.where)
             for kind, example in _signs(item, chat=chat):
                 self._count(kind, item, example)
             if number < _SAMPLED_FIRST or item.digest % _SAMPLED_ONE_IN == 0:
@@ -75,7 +75,7 @@ class Issues:
 
     def _count(self, kind: str, item: Chosen, example: str) -> None:
         self.counts[kind] = self.counts.get(kind, 0) + 1
-        self.examples.setdefault(kind, f"{_printable(item.where)}: {example}")
+        self.examples.setdefault(kind, f"{_printable(item.document.where)}: {example}")
 
 
 def findings(issues: dict[str, Any]) -> tuple[Finding, ...]:
@@ -101,8 +101,8 @@ def _signs(item: Chosen, *, chat: bool) -> Iterator[tuple[str, str]]:
         yield NUL, _around(text, max(0, text.find("\0")), 1)
     if match := _MOJIBAKE.search(text):
         yield MOJIBAKE, _around(text, *match.span())
-    if item.issue is not None:
-        yield item.issue
+    if item.document.issue is not None:
+        yield item.document.issue
 
 
 def first_difference(one: str, other: str) -> int:

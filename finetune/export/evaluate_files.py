@@ -54,7 +54,7 @@ def recipe_of(
         chat: They hold conversations, though it is no run that says so.
     """
     longest = min(_LONGEST, opened.longest or _LONGEST)
-    if opened.task.labelled or opened.task.paired:
+    if opened.task.rows.one_document:
         # A row is as long as its document, and no longer.
         longest = min(opened.longest or _LONGEST, opened.tokenizer.model_max_length)
     tree: dict[str, Any] = {"data": {"sequence_length": longest}}
@@ -75,7 +75,7 @@ def recipe_of(
     if "chat" in tree and "text_field" in (fields or {}):
         origin |= {"format": "text", "fields": {}}
     tree["data"] |= {"train": [], "validation": [{**origin, "path": file} for file in files]}
-    if opened.task.labelled or opened.task.paired:
+    if opened.task.rows.one_document:
         tree["data"]["packing"] = "padded"
     elif tree["data"].get("packing", "documents") == "documents":
         network = lora_adapters.transformer(opened.network)
@@ -118,15 +118,15 @@ def evaluate_files(
         DataError: If the files cannot be read or hold nothing.
     """
     task, known = opened.task, None
-    if task.labelled:
+    if task.rows.labels:
         opened.require_labels()
-    if task.labelled and task.loss_and_numbers is None:
+    if task.rows.labels and task.loss_and_numbers is None:
         known = KnownClasses(opened.class_names, f"the classifier {opened.home or opened.tokenizer_folder}")
-    prepared = prepare.prepare_data(recipe, task.learned, known=known)
+    prepared = prepare.prepare_data(recipe, task.rows, known=known)
     rows, report = prepared.validation, prepared.report.validation
     if rows is None or report is None:
         raise DataError("The files of --data hold no text to evaluate. Name others.")
-    if task.labelled and task.loss_and_numbers is task.loss_and_correct is None:
+    if task.rows.labels and task.loss_and_numbers is task.loss_and_correct is None:
         raise RecipeError("--data: the run's task gives no class of each row (`loss_and_correct`), and no number.")
     targets, evaluation = rows.num_targets(np.arange(len(rows))), metrics.Evaluation(task, len(rows), opened.device)
     say(f"Evaluating {len(rows):,} rows of {recipe.data.sequence_length} tokens, {targets:,} targets.")
@@ -138,9 +138,9 @@ def evaluate_files(
             sent = batch_to_device(batch, opened.device)
             evaluation.add(share, evaluation.function(opened.network, sent), sent, rows.num_targets(share))
             advance(share.size)
-    figures, classes = evaluation.figures(opened.class_names if task.labelled else ())
+    figures, classes = evaluation.figures(opened.class_names if task.rows.labels else ())
     stats: dict[str, Any] = {**figures, "targets": targets}
-    if task.labelled and task.loss_and_numbers is None:
+    if task.rows.labels and task.loss_and_numbers is None:
         stats["classes"] = classes
     if evaluation.predicted is not None and evaluation.counts_classes:
         confusions = metrics.count_confusions(evaluation.predicted, opened.class_names)

@@ -64,7 +64,7 @@ def generate_text(
         DataError: If there is no chat template, or no room after the prompt.
         RecipeError: If the model writes no text.
     """
-    encoded = opened.task.paired and isinstance(prompt, str) and not chat
+    encoded = opened.task.rows.reads_source and isinstance(prompt, str) and not chat
     if not encoded:
         opened.require_text()
     tokenizer, longest = opened.tokenizer, opened.longest

@@ -70,19 +70,19 @@ class LoadedModel:
         """Raises a `RecipeError` if it continues no text."""
         if not self.writes_text:
             other = "neither writes text nor has a perplexity. `finetune predict` gives the classes of documents."
-            if self.task.paired:
+            if self.task.rows.reads_source:
                 other = "writes one text from another. `finetune generate` and `finetune predict` have it write."
             raise RecipeError(f"{self.home or self.tokenizer_folder} is no causal language model: it {other}")
 
     def require_predictions(self) -> None:
         """Raises a `RecipeError` if it gives a document neither a class, nor a number, nor a text."""
-        if not (self.task.paired or self.writes_text):
+        if not (self.task.rows.reads_source or self.writes_text):
             self.require_labels()
 
     def require_labels(self) -> None:
         """Raises a `RecipeError` if it gives neither a document nor its words one of several classes or a number."""
         folder = self.home or self.tokenizer_folder
-        if self.task.scores is None or not self.task.labelled:
+        if self.task.scores is None or not self.task.rows.labels:
             raise RecipeError(
                 f"{folder} is no classifier of documents or words, and has no classes to predict. `finetune generate` "
                 "writes texts with a language model."
@@ -163,7 +163,7 @@ def _load_run(place: Path, step: int | None, base: str | None, trusted: bool) ->
     saved = find_weights.find_weights(place, step, runs=(SHIPPED, "task.name"), trusted=trusted)
     with saved.held:
         task = named_task(saved.recipe)
-        if task.head is None or not (task.text or task.scores is not None):
+        if task.head is None or not (task.rows.writes_text or task.scores is not None):
             raise RecipeError(
                 f"{place} (task {saved.recipe.task.name}) is no causal language model: it neither writes text nor "
                 "gives classes (`scores` of a custom task)."
@@ -195,14 +195,14 @@ def _load_adapter(place: Path, base: str | None, dtype: torch.dtype | str, trust
         raise CheckpointError(f"The base of the adapter in {place}: {error} Name it with --base.") from error
     revision = facts.get("revision") if base is None else None
     config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trusted)
-    if task.labelled:
+    if task.rows.labels:
         names = _adapter_classes(place)
-        task = regression.REGRESSION if len(names) == 1 and not task.tagged else task
+        task = regression.REGRESSION if len(names) == 1 and task.rows.labels == "class" else task
         config.id2label, config.label2id = dict(enumerate(names)), {name: n for n, name in enumerate(names)}
     else:
         _task_of(config, name)
     options = {"revision": revision, "dtype": dtype, "trust_remote_code": trusted}
-    model, lines = _load_plain(name, task, config, new_head=task.labelled, **options)
+    model, lines = _load_plain(name, task, config, new_head=bool(task.rows.labels), **options)
     folder = str(place) if any(place.glob("tokenizer*")) else name
     adapted, tokenizer = lora_adapters.open_adapter(model, place), _tokenizer(folder, trusted)
     stops = tuple(prompts.read_stop_tokens(place))
@@ -262,7 +262,7 @@ def _tokenizer(folder: str, trusted: bool) -> Any:
 
 def _ready(opened: LoadedModel) -> LoadedModel:
     network = opened.network.to("cuda" if torch.cuda.is_available() else "cpu").eval().requires_grad_(False)
-    if (opened.task.labelled and not opened.task.tagged) or opened.task.paired:
+    if opened.task.rows.labels in ("class", "number") or opened.task.rows.reads_source:
         classification.set_padding(lora_adapters.config_of(network), opened.tokenizer)
     if (size := num_ids(opened.tokenizer)) > (rows := lora_adapters.config_of(network).get_text_config().vocab_size):
         raise CheckpointError(

@@ -3,7 +3,7 @@
 import csv
 import io
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby, islice
 from typing import Any, NamedTuple
@@ -14,16 +14,19 @@ import torch
 from finetune.config.recipe_schema import Recipe
 from finetune.data.progress_bar import documents_bar, rows_bar
 from finetune.data.rows import packed_rows
-from finetune.data.rows.packed_rows import TokenRows
+from finetune.data.rows.kinds import classes
+from finetune.data.rows.kinds.row_kind import RowKind, TokenRows
 from finetune.data.sources.corpus import Chosen, Rules, choose_texts, open_source
-from finetune.data.tokenization import tokenizer
-from finetune.data.tokenization.tokenizer import Encoded, Encoder, batch_documents
+from finetune.data.tokenization.encoded import Encoded
+from finetune.data.tokenization.special_tokens import Wrapping, padding_id
+from finetune.data.tokenization.tokenizer import Encoder, batch_documents
 from finetune.export.generate_text import generate_tokens
 from finetune.export.load_model import LoadedModel
 from finetune.export.sampling_options import SamplingOptions
 from finetune.models import lora_adapters, prompts
 from finetune.tasks import prompt_set
 from finetune.tasks.tag_spans import TagScheme, list_spans
+from finetune.tasks.task import Batch
 from finetune.utils.errors import DataError
 from finetune.utils.to_device import batch_to_device
 
@@ -71,28 +74,29 @@ def predict_files(
     if opened.writes_text:
         yield from _answers(opened, recipe, micro_size, max_new_tokens)
         return
-    data, writes, learned = recipe.data, opened.task.paired, opened.task.learned
-    names = () if writes else opened.class_names
+    data, writes = recipe.data, opened.task.rows.reads_source
     # A target is what is asked for.
+    kind = classes.KIND if writes else opened.task.rows
+    names = () if writes else opened.class_names
     sources = [source.model_copy(update={"pair_field": None}) if writes else source for source in data.validation]
-    corpora = [open_source(source, learned, labels=False, keep=True) for source in sources]
+    corpora = [open_source(source, kind.fields(source, labels=False, keep=True)) for source in sources]
     rules = Rules(data.strip, data.lowercase, 0.0)
-    pairs = any(source.pair_field is not None for source in sources)
-    encoder = Encoder(opened.tokenizer, learned, num_workers=data.num_workers, pairs=pairs)
-    wrapping = tokenizer.wrapping_of(opened.tokenizer, pair=pairs)
+    paired = any(source.pair_field is not None for source in sources)
+    encoder = Encoder(opened.tokenizer, kind.encode, num_workers=data.num_workers, paired=paired)
+    around = kind.around(opened.tokenizer, paired)
+    compute = _writer(opened, max_new_tokens) if writes else partial(_scores, opened)
     with documents_bar("predicting", [corpus.size for corpus in corpora], quiet=False) as bar:
         before = empty = untagged = 0
         for corpus in corpora:
             batch: Sequence[Chosen]
             for batch, encoded in encoder.encode_all(batch_documents(choose_texts(corpus, rules))):
-                rows = _rows(encoded, recipe, wrapping, tokenizer.padding_id(opened.tokenizer))
-                outputs: Iterator[Any] = iter(
-                    _texts(opened, rows, micro_size, max_new_tokens) if writes else _scores(opened, rows, micro_size)
-                )
+                rows = _rows(kind, encoded, recipe, around, padding_id(opened.tokenizer))
+                torch.manual_seed(0)  # where it samples
+                outputs = iter(_outputs(rows, micro_size, opened.device, compute))
                 starts = np.cumsum(encoded.lengths) - encoded.lengths
                 for item, length, start in zip(batch, encoded.lengths.tolist(), starts.tolist(), strict=True):
-                    scores: Any = next(outputs) if length else None
-                    record = item.record or {}
+                    scores = next(outputs) if length else None
+                    record = item.document.record or {}
                     if encoded.words is not None:
                         words = json.loads(item.text) if item.text else []
                         begun = encoded.words[start : start + length]
@@ -118,47 +122,50 @@ def predict_files(
             bar.say(f"Documents without text, which get nothing: {empty:,}.")
 
 
-def _rows(encoded: Encoded, recipe: Recipe, wrapping: tokenizer.Wrapping, padding_id: int) -> TokenRows:
+def _rows(kind: RowKind, encoded: Encoded, recipe: Recipe, around: tuple[Wrapping, ...], padding_id: int) -> TokenRows:
     """Rows of those documents that have tokens."""
-    lengths, pairs = encoded.lengths.astype(np.int64), None
-    if encoded.firsts is not None:
-        pairs = np.stack([encoded.firsts, lengths - encoded.firsts], axis=1)[lengths > 0]
-    offsets = np.concatenate([np.array([0], np.int64), np.cumsum(lengths)])
-    length, words = recipe.data.sequence_length, encoded.words
-    return TokenRows(
-        tokens=encoded.numbers,
-        packed=packed_rows.pad_documents(offsets, length - wrapping.size, "truncate", with_targets=False),
-        row_length=length,
-        padding_id=padding_id,
-        restarts=False,
-        fixed=False,
-        wrapping=wrapping,
-        pairs=pairs,
-        classes=np.zeros(int((lengths > 0).sum()), np.int64) if words is None else None,
+    there = encoded.lengths > 0
+    columns = {name: values[there] for name, values in encoded.columns.items()}
+    columns["offsets"] = np.append(np.int64(0), np.cumsum(encoded.lengths[there], dtype=np.int64))
+    values = np.zeros(int(there.sum()), np.int64)
+    if encoded.words is not None:
         # All words are of one class: that they have one says where they begin.
-        token_labels=np.minimum(words, 0) if words is not None else None,
-        label_classes=np.array([0, packed_rows.IGNORED]) if words is not None else None,
+        columns["token_labels"], values = np.minimum(encoded.words, 0), np.array([0, packed_rows.IGNORED])
+    rooms = [recipe.data.sequence_length - of_text.size for of_text in around]
+    return TokenRows(
+        kind=kind,
+        tokens=encoded.numbers,
+        packed=kind.pack(columns, recipe.data, rooms),
+        columns=columns,
+        row_length=recipe.data.sequence_length,
+        padding_id=padding_id,
+        around=around,
+        values=values,
     )
 
 
 @torch.no_grad()
-def _scores(opened: LoadedModel, rows: TokenRows, micro_size: int) -> list[torch.Tensor]:
-    """Scores of the classes of each row, (C,), or of each of its words, (words, C), or its number, (1,).
-
-    Rows of like lengths are computed together.
-    """
-    scores = opened.task.scores
-    assert scores is not None
-    row_scores = [torch.empty(0)] * len(rows)
-    order = rows.longest() if len(rows) else np.array([], np.int64)
+def _outputs(
+    rows: TokenRows, micro_size: int, device: torch.device, compute: Callable[[Batch], Iterable[Any]]
+) -> list[Any]:
+    """What is computed of each row; rows of like lengths are computed together."""
+    outputs, order = [None] * len(rows), rows.longest()
     for start in range(0, len(rows), micro_size):
         share = order[start : start + micro_size]
-        batch = rows.batch(share)
-        given = opened.scores(batch_to_device(batch, opened.device), scores).cpu()
-        for index, row in enumerate(share.tolist()):
-            of_words = batch["targets"][index] != packed_rows.IGNORED
-            row_scores[row] = given[index][of_words] if opened.task.tagged else given[index]
-    return row_scores
+        batch = batch_to_device(rows.batch(share), device)
+        for row, output in zip(share.tolist(), compute(batch), strict=True):
+            outputs[row] = output
+    return outputs
+
+
+def _scores(opened: LoadedModel, batch: Batch) -> Iterable[torch.Tensor]:
+    """Scores of the classes of each row, (C,), or of each of its words, (words, C), or its number, (1,)."""
+    assert opened.task.scores is not None
+    scores = opened.scores(batch, opened.task.scores).cpu()
+    if opened.task.rows.labels != "tag":
+        return scores
+    begun = (batch["targets"] != packed_rows.IGNORED).cpu()
+    return [of_row[words] for of_row, words in zip(scores, begun, strict=True)]
 
 
 def _spans(words: list[str], places: list[int], scores: torch.Tensor, names: Sequence[str]) -> list[SpanPrediction]:
@@ -177,24 +184,18 @@ def _spans(words: list[str], places: list[int], scores: torch.Tensor, names: Seq
     return spans
 
 
-@torch.no_grad()
-def _texts(opened: LoadedModel, rows: TokenRows, micro_size: int, max_new_tokens: int) -> list[str]:
-    """Texts that are written for the rows, as the model's own generation config says."""
+def _writer(opened: LoadedModel, max_new_tokens: int) -> Callable[[Batch], Iterable[str]]:
+    """Returns what writes texts for a batch, as the model's own generation config says."""
     network: Any = lora_adapters.transformer(opened.network)
-    row_texts = [""] * len(rows)
-    order = rows.longest() if len(rows) else np.array([], np.int64)
     stops = prompts.stop_tokens(network.generation_config, opened.tokenizer, opened.ends) or None
     room, begin = min(max_new_tokens, opened.longest or max_new_tokens), prompts.decoder_start(network)
-    torch.manual_seed(0)  # where it samples
-    for start in range(0, len(rows), micro_size):
-        share = order[start : start + micro_size]
-        batch = batch_to_device(rows.batch(share), opened.device)
+
+    def write(batch: Batch) -> Iterable[str]:
         inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
         written = network.generate(**inputs, max_new_tokens=room, eos_token_id=stops, decoder_start_token_id=begin)
-        texts = opened.tokenizer.batch_decode(written, skip_special_tokens=True)
-        for row, text in zip(share.tolist(), texts, strict=True):
-            row_texts[row] = text.strip()
-    return row_texts
+        return map(str.strip, opened.tokenizer.batch_decode(written, skip_special_tokens=True))
+
+    return write
 
 
 def _answers(opened: LoadedModel, recipe: Recipe, micro_size: int, max_new_tokens: int) -> Iterator[Prediction]:

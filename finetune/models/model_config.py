@@ -15,7 +15,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from finetune.config import recipe_paths
 from finetune.config.recipe import hint
 from finetune.config.recipe_schema import ModelSection, Recipe, RopeScalingSection
-from finetune.data.tokenization.tokenizer import num_ids, padding_id
+from finetune.data.tokenization.special_tokens import padding_id
+from finetune.data.tokenization.tokenizer import num_ids
 from finetune.models import pretrained_files
 from finetune.models.heads import NEXT_TOKEN, Head
 from finetune.utils.compat.transformers_private import model_mapping

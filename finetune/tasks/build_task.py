@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import numpy as np
@@ -16,10 +16,10 @@ from finetune.config.recipe_schema import Recipe
 from finetune.data import prepare
 from finetune.data.class_labels import some
 from finetune.data.prepare import PreparedData
-from finetune.data.sources.readers import Learned
+from finetune.data.rows.kinds.row_kind import RowKind
 from finetune.models import lora_adapters
 from finetune.models.build_network import build_meta_model, build_model, init_weights
-from finetune.models.heads import NEXT_TOKEN, Head
+from finetune.models.heads import Head
 from finetune.models.model_config import longest_row, resolve_model_config
 from finetune.models.pretrained_classes import pretrained_classes
 from finetune.tasks.task import Batch, Task, TaskData
@@ -27,20 +27,22 @@ from finetune.utils.errors import FinetuneError, RecipeError
 
 
 def transformers_task(
-    head: Head, build_config: Callable[[Recipe, TaskData | None], PretrainedConfig], **fields: Any
+    head: Head, build_config: Callable[[Recipe, TaskData | None], PretrainedConfig], rows: RowKind, **fields: Any
 ) -> Task:
     """A task that trains the recipe's model with a head.
 
     Args:
         build_config: To the network's configuration.
-        fields: Those of `Task` that are left: data, loss, and what it says of itself.
+        rows: What is learned of documents.
+        fields: Those of `Task` that are left: loss, and what it says of itself; data, if not by `build_task_data`.
     """
     return Task(
+        **{"build_data": partial(build_task_data, head=head, rows=rows), **fields},
+        rows=rows,
         build_model=lambda recipe, ready: build_model(recipe, build_config(recipe, ready), head),
         build_skeleton=lambda recipe, ready: build_meta_model(build_config(recipe, ready), head, recipe),
         head=head,
         build_config=build_config,
-        **fields,
     )
 
 
@@ -100,44 +102,39 @@ def _checked(function: Callable[..., Any], name: str, wanted: str = _SUM) -> Cal
     return loss
 
 
-def build_task_data(
-    recipe: Recipe, quiet: bool, classifier: Head | None = None, learned: Learned | None = None
-) -> TaskData:
-    """The recipe's data.
+def build_task_data(recipe: Recipe, quiet: bool, head: Head, rows: RowKind) -> TaskData:
+    """The recipe's data; classes are numbered as in the model that it starts from.
 
     Args:
-        classifier: The head, where documents or words have classes: these are numbered as in the model that it starts
-            from.
-        learned: What is learned of a document; left out, its class if there is a `classifier`, else its tokens.
+        rows: What is learned of documents.
 
     Raises:
         DataError: If data or tokenizer cannot be used as the recipe says.
         RecipeError: If that model's classes cannot be read.
     """
-    learned = learned or ("tokens" if classifier is None else "class")
-    known = pretrained_classes(recipe, classifier) if classifier is not None else None
+    known = pretrained_classes(recipe, head) if rows.labels in ("class", "tag") else None
 
     def longest() -> int | None:
         with suppress(FinetuneError):  # what is wrong with the model is said where it is built
-            return longest_row(resolve_model_config(recipe, classifier or NEXT_TOKEN))
+            return longest_row(resolve_model_config(recipe, head))
         return None
 
-    prepared = prepare.prepare_data(recipe, learned, known=known, longest=longest, quiet=quiet)
-    if learned != "tokens" and prepared.tokenizer.pad_token_id is None:
+    prepared = prepare.prepare_data(recipe, rows, known=known, longest=longest, quiet=quiet)
+    if rows.one_document and prepared.tokenizer.pad_token_id is None:
         # It fills the rows already. Decoders classify at the last token that is another one, and so do whoever opens
         # the model and pads by its tokenizer.
         prepared.tokenizer.pad_token = prepared.tokenizer.eos_token
     train = prepared.report.train
-    rows, weights = prepared.train, _class_weights(recipe, prepared)
-    if rows is not None and weights is not None:
-        rows = replace(rows, class_weights=weights)
+    learned, weights = prepared.train, _class_weights(recipe, prepared)
+    if learned is not None and weights is not None:
+        learned = replace(learned, class_weights=weights)
     lines = prepared.report.start_lines()
     if weights is not None:
         texts = (f"{name} {weight:.4g}" for name, weight in zip(prepared.label_names, weights.tolist(), strict=True))
         lines.append(f"class weights: {some([*texts])}")
     names = train.chat.ends if train is not None and train.chat is not None else {}
     return TaskData(
-        train=rows,
+        train=learned,
         validation=prepared.validation,
         tokenizer=prepared.tokenizer,
         report=asdict(prepared.report),
@@ -156,12 +153,12 @@ def _class_weights(recipe: Recipe, prepared: PreparedData) -> npt.NDArray[np.flo
 
     Source of `balanced`: scikit-learn's `compute_class_weight`, which leaves out classes without rows as well.
     """
-    asked, rows = recipe.task.class_weights, prepared.train
-    if asked is None or rows is None:
+    asked, train = recipe.task.class_weights, prepared.report.train
+    if asked is None or train is None:
         return None
     names = prepared.label_names
     if asked == "balanced":
-        counts = rows.class_counts(len(names))
+        counts = np.array([*train.classes.values()])
         shares: npt.NDArray[np.float64] = counts.sum() / (np.count_nonzero(counts) * np.maximum(counts, 1))
         return shares.astype(np.float32)
     if len(asked) != len(names):

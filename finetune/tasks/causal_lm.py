@@ -12,12 +12,13 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from finetune.config.recipe_schema import Recipe
+from finetune.data.rows.kinds import documents
 from finetune.distributed.strategies import sequence
 from finetune.models import attention, chunked_loss, lora_adapters
 from finetune.models.heads import NEXT_TOKEN
 from finetune.models.model_config import resolve_model_config
 from finetune.tasks import seq2seq
-from finetune.tasks.build_task import build_task_data, transformers_task
+from finetune.tasks.build_task import transformers_task
 from finetune.tasks.task import Batch, TaskData
 
 
@@ -91,9 +92,7 @@ def _head_loss(network: nn.Module, batch: Batch, *, per_token: bool) -> torch.Te
         fused.targets = None
 
 
-CAUSAL_LM = transformers_task(
-    NEXT_TOKEN, _build_config, build_data=build_task_data, loss_sum=_loss_sum, text=True, splits_rows=True
-)
+CAUSAL_LM = transformers_task(NEXT_TOKEN, _build_config, documents.KIND, loss_sum=_loss_sum, splits_rows=True)
 
 
 Scores = Callable[[Batch, Callable[[nn.Module, Batch], torch.Tensor]], torch.Tensor]

@@ -1,7 +1,6 @@
 """Sequence classification: one class a row. Letters as in `task`."""
 
 import inspect
-from functools import partial
 from typing import Any
 
 import torch
@@ -10,10 +9,11 @@ from torch.nn import functional
 from transformers import PretrainedConfig
 
 from finetune.config.recipe_schema import Recipe
+from finetune.data.rows.kinds import classes
 from finetune.models import lora_adapters
 from finetune.models.heads import Head
 from finetune.models.model_config import first_position, resolve_model_config
-from finetune.tasks.build_task import build_task_data, transformers_task
+from finetune.tasks.build_task import transformers_task
 from finetune.tasks.task import Batch, TaskData
 from finetune.utils.errors import RecipeError
 
@@ -116,9 +116,8 @@ def _loss_and_correct(network: nn.Module, batch: Batch) -> torch.Tensor:
 SEQUENCE_CLASSIFICATION = transformers_task(
     HEAD,
     _build_config,
-    build_data=partial(build_task_data, classifier=HEAD),
+    classes.KIND,
     loss_sum=class_loss_sum,
     loss_and_correct=_loss_and_correct,
     scores=class_scores,
-    labelled=True,
 )

@@ -54,12 +54,13 @@ def build_metrics(recipe: Recipe, task: Task, data: TaskData, prompts: Sequence[
     rouge = [name for name in metrics if name in _ROUGE]
     tried = {name: metric for name, metric in metrics.items() if name not in rouge}
     hits = task.loss_and_correct is not None
-    figures = {"loss": True, "perplexity": task.text, "accuracy": hits, "recall_macro": hits and task.labelled}
+    figures = {"loss": True, "perplexity": task.rows.writes_text, "accuracy": hits}
+    figures["recall_macro"] = hits and bool(task.rows.labels)
     figures |= dict.fromkeys(NUMBER_FIGURES, task.loss_and_numbers is not None)
-    if task.tagged:
+    if task.rows.labels == "tag":
         figures |= {"recall_macro": False, **dict.fromkeys(TAG_FIGURES, task.figures_of_counts is not None)}
     known = [name for name, reported in figures.items() if reported and data.validation is not None]
-    if metrics and task.text:
+    if metrics and task.rows.writes_text:
         if not prompts:
             raise RecipeError("eval.metrics: name a source in `eval.prompts`, for which texts are generated.")
         known += [*rouge, *score_predictions(tried, [prompts[0].references[0]], [prompts[0].references])]
@@ -102,7 +103,7 @@ class Evaluation:
         self.sums = torch.zeros(3, dtype=torch.float64, device=device)
         """Targets, loss, hits and counts."""
         numbers = task.loss_and_numbers is not None
-        self.counts_classes = task.labelled and task.loss_and_correct is not None and not task.tagged
+        self.counts_classes = task.rows.labels == "class" and task.loss_and_correct is not None
         """True if each row has one class."""
         self.predicted: torch.Tensor | None = None
         """The predicted and the true class or number of each row: (2, rows)."""
@@ -130,7 +131,7 @@ class Evaluation:
         task, classes = self._task, dict[str, dict[str, Any]]()
         total, loss_sum, hits, *counts = self.sums.tolist()
         whole = {"loss": loss_sum / max(1.0, total), "targets": total}
-        if task.text:
+        if task.rows.writes_text:
             whole["perplexity"] = math.exp(min(whole["loss"], 700.0))
         if task.loss_and_correct is not None:
             whole["accuracy"] = hits / max(1.0, total)

@@ -8,6 +8,7 @@ from typing import Any
 
 from finetune.config.recipe_schema import Recipe, Source
 from finetune.data.chat.chat_templates import Template, find_template, write_conversation
+from finetune.data.rows.kinds import documents
 from finetune.data.sources.conversation_formats import (
     ABSENT,
     Conversation,
@@ -182,7 +183,7 @@ def read_questions(recipe: Recipe, tokenizer: Any) -> Iterator[tuple[Mapping[str
     template = find_template(tokenizer, chat.template, chat.template_args) if chat is not None else None
     for source in recipe.data.validation:
         form = _form_of(recipe, source, scored=False) if chat is not None else None
-        for document in open_source(source, labels=False, form=form, keep=True).documents():
+        for document in open_source(source, documents.KIND.fields(source, form=form, keep=True)).documents():
             ids: list[int] = []
             if template is not None:
                 record = json.loads(document.text)

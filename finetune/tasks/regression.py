@@ -1,15 +1,14 @@
 """Regression: one number a row, by the squared error. Letters as in `task`."""
 
-from functools import partial
-
 import torch
 from torch import nn
 from torch.nn import functional
 from transformers import PretrainedConfig
 
 from finetune.config.recipe_schema import Recipe
+from finetune.data.rows.kinds import numbers
 from finetune.models.model_config import resolve_model_config
-from finetune.tasks.build_task import build_task_data, transformers_task
+from finetune.tasks.build_task import transformers_task
 from finetune.tasks.classification import HEAD, class_scores, set_padding
 from finetune.tasks.task import Batch, TaskData
 
@@ -41,9 +40,8 @@ def _loss_and_numbers(network: nn.Module, batch: Batch) -> torch.Tensor:
 REGRESSION = transformers_task(
     HEAD,
     _build_config,
-    build_data=partial(build_task_data, learned="number"),
+    numbers.KIND,
     loss_sum=_loss_sum,
     loss_and_numbers=_loss_and_numbers,
     scores=class_scores,
-    labelled=True,
 )

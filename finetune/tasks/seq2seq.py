@@ -4,7 +4,6 @@ The decoder is given the target shifted right by the network's own rule: T5 and 
 end of text, mBART with a language code.
 """
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,11 +12,12 @@ from transformers import PretrainedConfig
 from transformers.modeling_outputs import BaseModelOutput
 
 from finetune.config.recipe_schema import Recipe
-from finetune.data.tokenization.tokenizer import target_wrapping_of
+from finetune.data.rows.kinds import source_target
+from finetune.data.tokenization.special_tokens import target_wrapping_of
 from finetune.models import chunked_loss, lora_adapters, prompts
 from finetune.models.heads import Head
 from finetune.models.model_config import resolve_model_config
-from finetune.tasks.build_task import build_task_data, transformers_task
+from finetune.tasks.build_task import transformers_task
 from finetune.tasks.classification import set_padding
 from finetune.tasks.task import Batch, TaskData
 
@@ -90,10 +90,8 @@ def _next_token_logits(network: nn.Module, batch: Batch, *, kept: dict[str, Any]
 SEQ2SEQ_LM = transformers_task(
     HEAD,
     _build_config,
-    build_data=partial(build_task_data, learned="target"),
+    source_target.KIND,
     loss_sum=_loss_sum,
     loss_and_correct=_loss_and_correct,
     next_token=_next_token_logits,
-    text=True,
-    paired=True,
 )

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from finetune.data.rows.feed import Rows
-    from finetune.data.sources.readers import Learned
+    from finetune.data.rows.kinds.row_kind import RowKind
     from finetune.models.heads import Head
 
 Batch = Mapping[str, "torch.Tensor"]
@@ -56,6 +56,12 @@ class Figures(NamedTuple):
     """Of each class: `precision`, `recall`, `f1` (None where there is nothing to divide by) and its number, `rows`."""
 
 
+def _own_rows() -> "RowKind":
+    from finetune.data.rows.kinds.row_kind import RowKind
+
+    return RowKind()
+
+
 @dataclass(frozen=True)
 class Task:
     """An objective: data, network and loss."""
@@ -81,19 +87,13 @@ class Task:
     `finetune predict`."""
     build_skeleton: Callable[[Recipe, TaskData | None], "nn.Module"] | None = None
     """The network on the meta device, for dry runs and for writing it."""
-    text: bool = False
-    """True if the network writes text, token by token."""
-    labelled: bool = False
-    """True if a row is one document with a class or a number, and an attention mask: `padded`, no samples, no
-    conversations."""
+    rows: "RowKind" = field(default_factory=_own_rows)
+    """The kind of its rows: what is read, stored and learned of documents, and whether networks write text; left out,
+    those that `build_data` makes itself."""
     next_token: Callable[..., "torch.Tensor"] | None = None
     """Scores of the token behind one row, (1, V), in fp32, of a network that writes text, given `(network, batch, *,
-    kept)`: the batch has `input_ids`, if it is `paired` those of the source and in `written` what follows the begin of
+    kept)`: the batch has `input_ids`, if its rows have a source those of it, and in `written` what follows the begin of
     its target; `kept` is a dict for what it needs again. Left out: as language models do it."""
-    paired: bool = False
-    """True if a row is a pair of texts, of which the second is the target: `padded`, no conversations."""
-    tagged: bool = False
-    """True if it is `labelled`, by a class of each word: `targets` are (B, L), and -100 where no word begins."""
     splits_rows: bool = False
     """True if `loss_sum` takes rows that are split over ranks, by `sequence_parallel.split`."""
     head: "Head | None" = None
@@ -101,10 +101,3 @@ class Task:
     takes quantized weights, is planned without its data, and is exported. None: only the task can open its network."""
     build_config: Callable[[Recipe, TaskData | None], Any] | None = None
     """The configuration of the network; every task with a `head` has it."""
-
-    @property
-    def learned(self) -> "Learned":
-        """What is learned of a document."""
-        if self.labelled:
-            return "tags" if self.tagged else "class" if self.loss_and_numbers is None else "number"
-        return "target" if self.paired else "tokens"

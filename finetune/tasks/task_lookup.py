@@ -3,28 +3,43 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune.config.recipe import TaskTraits, source_conflicts, task_conflicts
+from finetune.config.recipe import source_conflicts, task_conflicts
 from finetune.config.recipe_schema import Recipe
 from finetune.tasks.task import Task, TaskData
 from finetune.utils.errors import BackendError, RecipeError
 from finetune.utils.import_object import import_object
 
 if TYPE_CHECKING:
+    from finetune.data.rows.kinds.row_kind import RowKind
     from finetune.distributed.launch.launch_config import Launch
     from finetune.models.heads import Head
 
+
+class BuiltIn(NamedTuple):
+    """A task that ships, which is imported once it is asked for."""
+
+    place: str
+    """As `package.module:object`."""
+    kind: str
+    """The module of its kind of rows, without torch."""
+
+    @property
+    def rows(self) -> "RowKind":
+        """The kind of its rows, which recipes are checked for before the task is imported."""
+        kind: RowKind = import_object(f"finetune.data.rows.kinds.{self.kind}:KIND", "task.name")
+        return kind
+
+
 BUILT_IN = {
-    "causal_lm": TaskTraits("finetune.tasks.causal_lm:CAUSAL_LM", text=True),
-    "sequence_classification": TaskTraits("finetune.tasks.classification:SEQUENCE_CLASSIFICATION", labelled=True),
-    "regression": TaskTraits("finetune.tasks.regression:REGRESSION", labelled=True, numbers=True),
-    "seq2seq_lm": TaskTraits("finetune.tasks.seq2seq:SEQ2SEQ_LM", text=True, paired=True),
-    "token_classification": TaskTraits(
-        "finetune.tasks.token_classification:TOKEN_CLASSIFICATION", labelled=True, tagged=True
-    ),
+    "causal_lm": BuiltIn("finetune.tasks.causal_lm:CAUSAL_LM", "documents"),
+    "sequence_classification": BuiltIn("finetune.tasks.classification:SEQUENCE_CLASSIFICATION", "classes"),
+    "regression": BuiltIn("finetune.tasks.regression:REGRESSION", "numbers"),
+    "seq2seq_lm": BuiltIn("finetune.tasks.seq2seq:SEQ2SEQ_LM", "source_target"),
+    "token_classification": BuiltIn("finetune.tasks.token_classification:TOKEN_CLASSIFICATION", "tags"),
 }
-"""The built-in tasks by name, and what recipes are checked for before a task is imported."""
+"""The built-in tasks by name."""
 
 
 def find_task(recipe: Recipe) -> Task:
@@ -37,9 +52,7 @@ def find_task(recipe: Recipe) -> Task:
     problems = [*_unused_keys(recipe, task)]
     if task.head is not None:
         own = source_conflicts(recipe) if recipe.task.name not in BUILT_IN else ()
-        kinds = {name: getattr(task, name) for name in ("text", "labelled", "tagged", "paired")}
-        traits = TaskTraits(numbers=task.loss_and_numbers is not None, **kinds)
-        problems += [*own, *task_conflicts(recipe, traits)]
+        problems += [*own, *task_conflicts(recipe, task.rows)]
     if problems:
         raise RecipeError.of("The recipe", problems)
     if task.head is None and recipe.lora is not None:
@@ -61,14 +74,15 @@ def find_task(recipe: Recipe) -> Task:
 def _unused_keys(recipe: Recipe, task: Task) -> Iterator[str]:
     """Yields a sentence for each key that is set and that the task has no use for."""
     unused: dict[str, str] = {}
-    if not (task.text or task.labelled):
+    own_rows = not (task.rows.writes_text or task.rows.labels)
+    if own_rows:
         unused |= dict.fromkeys(("sample", "eval.prompts"), "writes no text; remove it")
     if task.head is None:
         keys = ("quantization", "freeze", "gradient_checkpointing", "compile")
         why = "builds its own network, which this key does not change; remove it, or give the task a `head`"
         unused |= dict.fromkeys((f"model.{key}" for key in keys), why)
         unused["task.class_weights"] = "builds its own rows, and weighs classes in its own loss; remove it"
-        if not (task.text or task.labelled):
+        if own_rows:
             unused |= dict.fromkeys(("data.packing", "chat"), "reads no documents; remove it")
     for key, why in unused.items():
         value_of = attrgetter(key)
@@ -100,7 +114,7 @@ def named_task(recipe: Recipe) -> Task:
 
 def built_in_task(fits: Callable[["Head"], bool]) -> Task | None:
     """The built-in task whose head fits; None if there is none."""
-    tasks: Iterator[Task] = (import_object(traits.place, "task.name") for traits in BUILT_IN.values())
+    tasks: Iterator[Task] = (import_object(one.place, "task.name") for one in BUILT_IN.values())
     return next((task for task in tasks if task.head is not None and fits(task.head)), None)
 
 

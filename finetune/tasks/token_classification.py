@@ -6,9 +6,10 @@ from functools import partial
 import torch
 from torch import nn
 
+from finetune.data.rows.kinds import tags
 from finetune.models import lora_adapters
 from finetune.models.heads import Head
-from finetune.tasks.build_task import build_task_data, transformers_task
+from finetune.tasks.build_task import transformers_task
 from finetune.tasks.classification import class_config, class_loss, class_loss_sum, class_scores
 from finetune.tasks.metrics import class_figures
 from finetune.tasks.tag_spans import TagScheme, count_spans
@@ -38,11 +39,9 @@ def _figures(counts: Sequence[float], names: Sequence[str]) -> Figures:
 TOKEN_CLASSIFICATION = transformers_task(
     HEAD,
     partial(class_config, head=HEAD),
-    build_data=partial(build_task_data, classifier=HEAD, learned="tags"),
+    tags.KIND,
     loss_sum=class_loss_sum,
     loss_and_correct=_loss_and_counts,
     figures_of_counts=_figures,
     scores=class_scores,
-    labelled=True,
-    tagged=True,
 )

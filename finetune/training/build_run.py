@@ -250,11 +250,11 @@ def _read_inputs(recipe: Recipe, quiet: bool) -> Inputs:
     if task.head is None and task.build_skeleton is not None:
         settle_parameters(task.build_skeleton(recipe, None))  # refused before data is read
     data = task.build_data(recipe, quiet)
-    if recipe.sample is not None and task.text:
+    if recipe.sample is not None and task.rows.writes_text:
         # Refused before the first step, not after the last.
         variables = recipe.chat.template_args if recipe.chat is not None else None
-        prompt_tokens(data.tokenizer, recipe.sample.prompt, encoded=task.paired, variables=variables)
-    prompts = read_prompts(recipe, data.tokenizer, paired=task.paired)
+        prompt_tokens(data.tokenizer, recipe.sample.prompt, encoded=task.rows.reads_source, variables=variables)
+    prompts = read_prompts(recipe, data.tokenizer, paired=task.rows.reads_source)
     metrics = build_metrics(recipe, task, data, prompts)
     num_rows = None if data.train is None else len(data.train)
     length = measure_length(recipe.length, recipe.batch.global_size, recipe.data, num_rows)
@@ -324,7 +324,7 @@ def _build_model(plan: RunPlan, backend: Backend) -> BuiltModel:
         products = float8.describe_products(network, recipe.model.fp8)
         set_stop_tokens(network, data.tokenizer, data.ends)
         # A token goes through an encoder or a decoder, which are taken to be alike.
-        flops = flops_per_target(network, recipe.data.sequence_length) / (2 if task.paired else 1)
+        flops = flops_per_target(network, recipe.data.sequence_length) / (2 if task.rows.reads_source else 1)
         quantization.compute_in(network, backend.dtype)
         if backend.strategy.casts_weights(backend):
             frozen_weights.set_output_dtype(network, backend.dtype)
@@ -345,8 +345,9 @@ def _build_model(plan: RunPlan, backend: Backend) -> BuiltModel:
     runtime = backend.verify(lambda: preflight.loss_of_row(backend, model, task, data))
     if whole_loss is not None:
         preflight.check_layers(backend, model, task, data, whole_loss)
+    continues_text = task.rows.writes_text and not task.rows.reads_source
     kernels = {
-        **(preflight.verify_kernels(backend, model, recipe) if task.text and not task.paired else {}),
+        **(preflight.verify_kernels(backend, model, recipe) if continues_text else {}),
         **products,
     }
     if recipe.model.compile:

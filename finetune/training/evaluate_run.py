@@ -63,7 +63,7 @@ def _evaluate(run: BuiltRun) -> bool:
     by_class: dict[str, dict[str, Any]] = {}
     confusions: dict[str, dict[str, int]] = {}
     if rows is not None:
-        scored = bool(run.metrics) and not task.text
+        scored = bool(run.metrics) and not task.rows.writes_text
         micro, stopping = run.recipe.eval.micro_size or run.recipe.batch.rows, partial(_is_stopping, run)
         result = evaluate_rows(run.backend, run.model, task, rows, micro, stopping=stopping, scored=scored)
         if result is None:
@@ -98,7 +98,7 @@ def _evaluate(run: BuiltRun) -> bool:
             f"{name} {c['recall']:.1%} of {c['rows']:,} (predicted {c['predicted']:,})" for name, c in held.items()
         ]
         run.reporter.say(f"  recognised: {some(recalls)}")
-        what = "span" if task.tagged else "row"
+        what = "span" if task.rows.labels == "tag" else "row"
         if never := [f"{name} ({c['rows']:,} {what}s)" for name, c in held.items() if not c["predicted"]]:
             run.reporter.warn(f"step {step}: no {what} is taken for the class {some(never)}.")
     return True
@@ -178,7 +178,7 @@ def _score_texts(run: BuiltRun) -> dict[str, float] | None:
         return None
     decode = partial(tokenizer.decode, skip_special_tokens=True)
     # Decoded behind its prompt: alone, the first word of some tokenizers loses its space.
-    begins = [() if run.task.paired else prompt.ids for prompt in run.prompts]
+    begins = [() if run.task.rows.reads_source else prompt.ids for prompt in run.prompts]
     texts = [decode([*begin, *ids])[len(decode(begin)) :].strip() for begin, ids in zip(begins, tokens, strict=True)]
     references = [prompt.references for prompt in run.prompts]
     return _score(run, texts, references, ({"prompt": prompt.text} for prompt in run.prompts))
@@ -266,7 +266,7 @@ def generate_tokens(
         for number in range(first, len(prompts) + first, backend.mesh.average_size):
             row = list(prompts[number]) if number < len(prompts) else []
             taken = len(row)
-            most = longest + taken if task.paired else longest
+            most = longest + taken if task.rows.reads_source else longest
             kept: dict[str, Any] = {}
             while True:
                 flags = torch.tensor([float(bool(row)), float(stopping())], device=backend.device)
@@ -277,10 +277,10 @@ def generate_tokens(
                     break
                 # Who has finished goes along with the others, whose encoder runs once.
                 parts = {"input_ids": row[-longest:] or prompts[0][:1]}
-                if task.paired:
+                if task.rows.reads_source:
                     parts = {"input_ids": row[:taken] or prompts[0][:1], "written": row[taken:]}
                 ids = {name: torch.tensor([tokens], dtype=torch.int64) for name, tokens in parts.items()}
-                score = partial(scores, kept=kept if task.paired or 0 < len(row) <= longest else {})
+                score = partial(scores, kept=kept if task.rows.reads_source or 0 < len(row) <= longest else {})
                 (logits,) = backend.evaluate_batches(model, score, [batch_to_device(ids, backend.device)])
                 if not row:
                     continue
@@ -291,7 +291,7 @@ def generate_tokens(
                 if (
                     token in ends
                     or index + 1 == max_new_tokens
-                    or (len(row) == most and not (slides and not task.paired))
+                    or (len(row) == most and not (slides and not task.rows.reads_source))
                 ):
                     row = []
     gathered: list[list[int]] = backend.all_reduce_sum(written.to(backend.device)).tolist()
@@ -309,7 +309,7 @@ def sample_text(
     section = recipe.sample
     assert section is not None
     variables = recipe.chat.template_args if recipe.chat is not None else None
-    ids = prompt_tokens(tokenizer, section.prompt, encoded=task.paired, variables=variables)
+    ids = prompt_tokens(tokenizer, section.prompt, encoded=task.rows.reads_source, variables=variables)
     generator = torch.Generator().manual_seed(recipe.seed)
 
     def pick(logits: torch.Tensor) -> int:
@@ -332,5 +332,5 @@ def sample_text(
         slides=True,
     )
     assert generated is not None
-    begin = [] if task.paired else ids
+    begin = [] if task.rows.reads_source else ids
     return str(tokenizer.decode([*begin, *generated[0]], skip_special_tokens=True)).strip()

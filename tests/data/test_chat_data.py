@@ -20,7 +20,8 @@ from finetune.config.recipe import dump_recipe, validate_recipe
 from finetune.data.chat.chat_templates import SHIPPED
 from finetune.data.data_report import DataReport
 from finetune.data.prepare import PreparedData, prepare_data
-from finetune.data.rows.packed_rows import IGNORED, TokenRows
+from finetune.data.rows.kinds.row_kind import TokenRows
+from finetune.data.rows.packed_rows import IGNORED
 from finetune.data.tokenization.memmap import MaskFile, pack_mask
 from finetune.tasks.causal_lm import CAUSAL_LM
 from finetune.tasks.task_lookup import BUILT_IN
@@ -415,7 +416,7 @@ def test_no_template(folder: Path, tmp_path: Path) -> None:
     [
         ({"data": {"packing": "wrapped"}}, "`wrapped` cuts through conversations"),
         ({"data": {"lowercase": True}}, "data.lowercase: conversations are read as they are written"),
-        ({"task": {"name": "sequence_classification"}}, "a classifier reads no conversations"),
+        ({"task": {"name": "sequence_classification"}}, "chat: sequence_classification reads no conversations"),
         ({"chat": None, "data": {"train": [{"sample": 3, "format": "alpaca"}]}}, "add `chat: {}`"),
         ({"chat": {"roles": {"x": "narrator"}}}, "'system', 'user', 'assistant' or 'tool', got \"narrator\""),
     ],

@@ -182,7 +182,7 @@ def test_end_tokens(template: str, end_token: str, end: str, ended: int) -> None
     made = example(EXCHANGES, template, end_token=end_token)
     assert learned(made) == ["The answer" + end, "forty two" + end]
     assert made.facts.ended == ended
-    assert made.end == (tokenizer().convert_tokens_to_ids(end) if ended else None)
+    assert made.facts.ends == ({str(tokenizer().convert_tokens_to_ids(end)): 1} if ended else {})
     if end == "</s>":  # put there, and nothing else moved
         kept = made.ids[made.ids != tokenizer().eos_token_id]
         assert kept.tolist() == example(EXCHANGES, template).ids.tolist()

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from testdata import CONVERSATIONS, REAL
 
 from finetune.config.recipe_schema import Source
+from finetune.data.rows.kinds import classes, tags
 from finetune.data.sources.conversation_formats import Conversation, RecordForm, Tolerance
 from finetune.data.sources.corpus import open_source
 from finetune.utils.errors import DataError
@@ -277,15 +278,16 @@ def test_conversations_without_a_chat_section_are_pointed_to_it(tmp_path: Path) 
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": OPENED}))
     with pytest.raises(DataError, match="or give the recipe a `chat` section if these are conversations"):
         list(open_source(Source(path=str(tmp_path / "a.jsonl"))).documents())
-    pair = Source(path=str(tmp_path / "a.jsonl"), pair_field="other")
-    for source, kinds in (
-        (Source(path=str(tmp_path / "a.jsonl")), {"learned": "class"}),
-        (Source(path=str(tmp_path / "a.jsonl")), {"learned": "class", "labels": False}),
-        (Source(path=str(tmp_path / "a.jsonl")), {"learned": "tags", "labels": False}),
-        (pair, {}),
+    source = Source(path=str(tmp_path / "a.jsonl"))
+    pair = source.model_copy(update={"pair_field": "other"})
+    for fields in (
+        classes.KIND.fields(source),
+        classes.KIND.fields(source, labels=False),
+        tags.KIND.fields(source, labels=False),
+        classes.KIND.fields(pair, labels=False),
     ):
         with pytest.raises(DataError, match="if these are conversations, write each as one text") as caught:
-            list(open_source(source, **kinds).documents())
+            list(open_source(source, fields).documents())
         assert "chat={}" not in str(caught.value), "a task that refuses it next"
 
 

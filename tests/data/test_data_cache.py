@@ -19,6 +19,7 @@ from harness import RUN_S, read_lines
 from finetune.config.recipe import validate_recipe
 from finetune.data.prepare import PreparedData, prepare_data
 from finetune.data.prepared_cache import STATE_VERSION, Cache
+from finetune.data.rows.kinds import classes, documents
 from finetune.data.sources import corpus
 from finetune.data.tokenization import token_files, tokenizer
 from finetune.utils.atomic_files import digest_of, file_digest
@@ -189,7 +190,7 @@ def prepared(folder: Path, kind: str, source: Path | None = None) -> PreparedDat
         **more,
         "data": data | more.get("data", {}),
     }
-    return prepare_data(validate_recipe(tree), "class" if kind == "classes" else "tokens", quiet=True)
+    return prepare_data(validate_recipe(tree), classes.KIND if kind == "classes" else documents.KIND, quiet=True)
 
 
 def files_of(folder: Path) -> dict[str, bytes]:

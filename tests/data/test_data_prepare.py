@@ -19,8 +19,11 @@ from finetune.config.recipe import validate_recipe
 from finetune.config.recipe_schema import ChecksSection
 from finetune.data.data_report import check_bounds
 from finetune.data.prepare import PreparedData, prepare_data
-from finetune.data.rows.packed_rows import IGNORED, TokenRows
+from finetune.data.rows.kinds import classes, documents
+from finetune.data.rows.kinds.row_kind import TokenRows
+from finetune.data.rows.packed_rows import IGNORED
 from finetune.data.sources.corpus import Chosen
+from finetune.data.sources.readers import Document
 from finetune.data.tokenization.tokenizer import Encoder, batch_documents
 from finetune.utils.errors import DataError
 
@@ -61,7 +64,7 @@ def prepared(cache: Path, task: str = "causal_lm", **keys: Any) -> PreparedData:
         "data": {"cache_dir": str(cache), "validation_fraction": 0.0, **keys},
         "length": {"steps": 0},
     }
-    return prepare_data(validate_recipe(tree), "tokens" if task == "causal_lm" else "class", quiet=True)
+    return prepare_data(validate_recipe(tree), documents.KIND if task == "causal_lm" else classes.KIND, quiet=True)
 
 
 def jsonl(path: Path, records: list[Any]) -> dict[str, Any]:
@@ -282,7 +285,7 @@ def test_a_slow_tokenizer_works() -> None:
 
 def test_threads_change_nothing(tmp_path: Path) -> None:
     tokenizer = prepared(tmp_path, train=[{"sample": 50}]).tokenizer
-    items = [Chosen(f"{n} {'x' * (n % 37)} text".encode(), n, False, 1, None, "here", 0) for n in range(9000)]
+    items = [Chosen(f"{n} {'x' * (n % 37)} text".encode(), n, False, 1, 0, Document("", "here")) for n in range(9000)]
 
     def run(workers: int) -> list[tuple[list[int], list[int]]]:
         found = Encoder(tokenizer, num_workers=workers).encode_all(batch_documents(items))

@@ -25,6 +25,8 @@ from hypothesis import strategies as st
 from testdata import MADE, REAL
 
 from finetune.config.recipe_schema import Source
+from finetune.data.rows.kinds import classes, source_target, tags
+from finetune.data.rows.kinds.row_kind import RowKind
 from finetune.data.sources import streams
 from finetune.data.sources.conversation_formats import RecordForm, Tolerance
 from finetune.data.sources.corpus import Corpus, Rules, choose_texts, open_source
@@ -117,7 +119,7 @@ def test_csv(tmp_path: Path) -> None:
         writer.writerow(["x" * 300_000, "good"])
     documents = list(read_file(path, Fields("text", "label")))
     assert [d.text for d in documents[:-1]] == TEXTS
-    assert [d.label for d in documents] == ["0", "1", "2", "3", "good"]
+    assert [d.labels[0] for d in documents] == ["0", "1", "2", "3", "good"]
 
 
 def test_parquet(tmp_path: Path) -> None:
@@ -136,11 +138,11 @@ def test_a_missing_text_is_an_empty_one_in_every_format(tmp_path: Path) -> None:
     datasets.Dataset.from_dict({"text": ["a", None], "label": ["x", "y"]}).save_to_disk(str(tmp_path / "saved"))
     for name in ("a.csv", "a.jsonl", "a.parquet", "saved"):
         for labelled in (True, False):
-            documents = list(
-                open_source(Source(path=str(tmp_path / name)), "class" if labelled else "tokens").documents()
-            )
+            source = Source(path=str(tmp_path / name))
+            documents = list(open_source(source, classes.KIND.fields(source, labels=labelled)).documents())
             assert [document.text for document in documents] == ["a", ""], name
-    pairs = open_source(Source(path=str(tmp_path / "a.jsonl"), pair_field="text"), "target")
+    source = Source(path=str(tmp_path / "a.jsonl"), pair_field="text")
+    pairs = open_source(source, source_target.KIND.fields(source))
     with pytest.raises(DataError, match="line 2: the field 'text' is empty, and both source and target need a text"):
         list(pairs.documents())
 
@@ -149,8 +151,9 @@ def test_saved_data_sets(tmp_path: Path) -> None:
     dataset = datasets.Dataset.from_dict({"text": TEXTS, "label": [0, 1, 0, 1]})
     dataset.save_to_disk(str(tmp_path / "one"))
     datasets.DatasetDict({"train": dataset, "test": dataset.select([2])}).save_to_disk(str(tmp_path / "dict"))
-    one = open_source(Source(path=str(tmp_path / "one")), "class")
-    assert [(d.text, d.label) for d in one.documents()] == list(zip(TEXTS, [0, 1, 0, 1], strict=True))
+    source = Source(path=str(tmp_path / "one"))
+    one = open_source(source, classes.KIND.fields(source))
+    assert [(d.text, *d.labels) for d in one.documents()] == list(zip(TEXTS, [0, 1, 0, 1], strict=True))
     test = open_source(Source(path=str(tmp_path / "dict"), split="test"))
     assert [d.text for d in test.documents()] == [TEXTS[2]]
     with pytest.raises(DataError, match=r"no split 'dev'; its splits are test, train"):
@@ -293,11 +296,11 @@ def test_a_quotation_over_rows_divided_by_tabs_swallows_none(tmp_path: Path, nam
     """Most corpora in tables that tabs divide quote nothing; those that quote as CSV does are read as CSV."""
     lines = "".join(f"{text}\t{label}\n" for text, label in [("text", "label"), *QUOTATION])
     found = list(read_file(write(tmp_path / name, lines), Fields("text", "label")))
-    assert [(document.text, document.label) for document in found] == QUOTATION
+    assert [(document.text, *document.labels) for document in found] == QUOTATION
     with (tmp_path / name).open("w", newline="") as file:
         csv.writer(file, delimiter="\t").writerows([("text", "label"), *QUOTATION, ("Two\nlines", "1")])
     found = list(read_file(tmp_path / name, Fields("text", "label")))
-    assert [(document.text, document.label) for document in found] == [*QUOTATION, ("Two\nlines", "1")]
+    assert [(document.text, *document.labels) for document in found] == [*QUOTATION, ("Two\nlines", "1")]
     assert {document.issue for document in found} == {None}
     # Where lines do not have all columns, what may be other rows is said.
     write(tmp_path / name, 'text\tlabel\n"He came.\t0\nAnd\nshe said no"\t1\n"No."\t0\n')
@@ -320,7 +323,7 @@ def test_a_quotation_over_rows_divided_by_tabs_swallows_none(tmp_path: Path, nam
 def test_an_error_proposes_columns(tmp_path: Path, content: str, says: str) -> None:
     path = write(tmp_path / "a.jsonl", content + "\n")
     with pytest.raises(DataError) as caught:
-        list(open_source(Source(path=str(path)), key="data.train.0").documents())
+        list(open_source(Source(path=str(path)), Fields("text", source="data.train.0")).documents())
     assert str(caught.value).endswith(says)
 
 
@@ -555,29 +558,28 @@ HALF = "\ud83d"
 
 
 @pytest.mark.parametrize(
-    ("keys", "kinds", "record"),
+    ("keys", "kind", "record"),
     [
-        ({}, {}, {"text": f"a {HALF}"}),
-        ({}, {"learned": "class"}, {"text": "a", "label": f"b {HALF}"}),
-        ({"pair_field": "pair"}, {}, {"text": "a", "pair": HALF}),
-        ({"text_field": "words"}, {"learned": "tags"}, {"words": ["a", HALF], "label": ["O", "O"]}),
-        ({"text_field": "words"}, {"learned": "tags"}, {"words": ["a", "b"], "label": ["O", HALF]}),
-        ({}, {"form": True}, {"question": f"a {HALF}", "answer": "b"}),
-        ({}, {"form": True}, {"question": "a", "answer": "b", "tools": [{"name": HALF}]}),
+        ({}, None, {"text": f"a {HALF}"}),
+        ({}, classes.KIND, {"text": "a", "label": f"b {HALF}"}),
+        ({"pair_field": "pair"}, classes.KIND, {"text": "a", "pair": HALF, "label": "b"}),
+        ({"text_field": "words"}, tags.KIND, {"words": ["a", HALF], "label": ["O", "O"]}),
+        ({"text_field": "words"}, tags.KIND, {"words": ["a", "b"], "label": ["O", HALF]}),
+        ({}, "form", {"question": f"a {HALF}", "answer": "b"}),
+        ({}, "form", {"question": "a", "answer": "b", "tools": [{"name": HALF}]}),
     ],
 )
 def test_half_a_character_is_refused_in_every_text(
-    tmp_path: Path, keys: dict[str, Any], kinds: dict[str, Any], record: dict[str, Any]
+    tmp_path: Path, keys: dict[str, Any], kind: Any, record: dict[str, Any]
 ) -> None:
-    form = (
-        RecordForm("auto", {}, {}, "text", strip=True, tolerance=Tolerance(lenient=True)) if "form" in kinds else None
-    )
-    kinds = {**kinds, "form": form}
+    form = RecordForm("auto", {}, {}, "text", strip=True, tolerance=Tolerance(lenient=True)) if kind == "form" else None
     for name in ("a.jsonl", "a.json"):
         line = json.dumps(record)
         path = write(tmp_path / name, f"[{line}]" if name == "a.json" else line)
+        source = Source(path=str(path), **keys)
+        fields = kind.fields(source) if isinstance(kind, RowKind) else None
         with pytest.raises(DataError, match=r"(line|item) 1: the (text|field '(pair|label)') holds half a character"):
-            list(open_source(Source(path=str(path), **keys), **kinds).documents())
+            list(open_source(source, fields, form=form).documents())
 
 
 def test_labels_that_are_no_classes(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from finetune.config.recipe import validate_recipe
 from finetune.data.data_report import WORDS, SplitReport
 from finetune.data.prepare import prepare_data
 from finetune.data.sources.corpus import Chosen
+from finetune.data.sources.readers import Document
 from finetune.data.text_issues import Issues
 from finetune.utils.errors import DataError
 
@@ -145,7 +146,7 @@ def test_only_some_documents_are_tried_and_always_the_same() -> None:
 
     rng = np.random.default_rng(0)
     items = [
-        Chosen(f"document {n} {'x' * 5000}".encode(), int(digest), False, 1, None, f"line {n}", 0)
+        Chosen(f"document {n} {'x' * 5000}".encode(), int(digest), False, 1, 0, Document("", f"line {n}"))
         for n, digest in enumerate(rng.integers(0, 2**63, 20_000))
     ]
     whole, parts = Issues(), Issues()
@@ -221,7 +222,7 @@ def test_a_template_that_ends_answers_where_the_tokenizer_has_no_end(tmp_path: P
 )
 def test_text_as_it_should_be_is_not_mojibake(text: str) -> None:
     issues = Issues()
-    issues.look([Chosen(text.encode(), 1, False, 1, None, "here", 0)], 0, str, chat=False)
+    issues.look([Chosen(text.encode(), 1, False, 1, 0, Document("", "here"))], 0, str, chat=False)
     assert issues.counts == {}
 
 
@@ -234,9 +235,9 @@ def test_text_in_the_wrong_encoding_is_mojibake(text: str, codec: str) -> None:
     # Five bytes have no character in Windows-1252, and what reads files so leaves them out.
     wrong = f"so {text.encode().decode(codec, 'ignore')}"
     issues = Issues()
-    issues.look([Chosen(wrong.encode(), 1, False, 1, None, "here", 0)], 0, str, chat=False)
+    issues.look([Chosen(wrong.encode(), 1, False, 1, 0, Document("", "here"))], 0, str, chat=False)
     assert issues.counts == {"mojibake": 1}, wrong
     replaced = text.encode("cp1251", "replace").decode("utf-8", "replace")
     if "\ufffd" in replaced:
-        issues.look([Chosen(replaced.encode(), 1, False, 1, None, "here", 0)], 0, str, chat=False)
+        issues.look([Chosen(replaced.encode(), 1, False, 1, 0, Document("", "here"))], 0, str, chat=False)
         assert issues.counts == {"mojibake": 2}

@@ -14,7 +14,7 @@ from finetune.config.recipe_schema import ChatSection
 from finetune.data.chat.chat_encoder import ChatEncoder
 from finetune.data.chat.chat_templates import SHIPPED, find_template
 from finetune.data.sources.conversation_formats import Conversation, Tolerance
-from finetune.data.tokenization.tokenizer import Example
+from finetune.data.tokenization.encoded import Example
 
 # Transformers that reads special tokens in a message as what they are says nothing about texts that we keep apart.
 KEEPS_THEM_APART = pytest.mark.skipif(

@@ -21,6 +21,7 @@ from finetune.config.recipe import validate_recipe
 from finetune.data import prepared_cache
 from finetune.data.chat.chat_encoder import ChatEncoder
 from finetune.data.prepare import prepare_data
+from finetune.data.rows.kinds import classes, documents
 from finetune.data.tokenization import token_files, tokenizer
 from finetune.data.tokenization.memmap import GrowingArray
 
@@ -98,7 +99,7 @@ def build(place: Path, log: Path, last: int | None, log_to: Callable[[Path], Non
         moments.before(prepared_cache.os, "rename")
         try:
             recipe = validate_recipe({**TREE, "data": {**TREE["data"], "cache_dir": str(place)}})
-            prepare_data(recipe, "class" if "task" in TREE else "tokens")
+            prepare_data(recipe, classes.KIND if "task" in TREE else documents.KIND)
             os.write(writer, str(moments.passed).encode())
         except BaseException:
             traceback.print_exc()

@@ -99,9 +99,9 @@ def tree(model: Path | None, source: str, folder: Path, **data: Any) -> dict[str
 
 def prepare(recipe: Recipe) -> PreparedData:
     """What the recipe's task prepares, before it is made a task's."""
-    labelled = find_task(recipe).labelled
-    known = pretrained_classes(recipe, HEAD) if labelled else None
-    return prepare_data(recipe, find_task(recipe).learned, known=known, quiet=True)
+    rows = find_task(recipe).rows
+    known = pretrained_classes(recipe, HEAD) if rows.labels == "class" else None
+    return prepare_data(recipe, rows, known=known, quiet=True)
 
 
 def prepared(model: Path | None, source: str, folder: Path, num_labels: int | None = None, **data: Any) -> PreparedData:

@@ -19,7 +19,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreT
 
 from finetune.cli import main
 from finetune.config.recipe import validate_recipe
-from finetune.data.tokenization.tokenizer import truncate_pair
+from finetune.data.tokenization.special_tokens import truncate_pair
 from finetune.tasks.classification import SEQUENCE_CLASSIFICATION
 from finetune.tasks.task import TaskData
 from finetune.tasks.task_lookup import BUILT_IN, find_task

@@ -352,7 +352,7 @@ def test_a_head_apart_from_the_embedding_stays_so(tmp_path: Path, skeleton: bool
     [
         ({"data": {"packing": "documents"}}, "data.packing: seq2seq_lm reads one pair a row; set `padded`"),
         ({"data": {"train": [{"path": "x.csv"}]}}, "data: seq2seq_lm learns to write a text; name its column in each"),
-        ({"chat": {}}, "chat: seq2seq_lm reads pairs of texts, and no conversations"),
+        ({"chat": {}}, "chat: seq2seq_lm reads no conversations"),
         ({"task": {"class_weights": "balanced"}}, "task.class_weights: seq2seq_lm has no classes"),
         ({"eval": {"metrics": ["f1"]}}, "eval.metrics: they are computed of texts that are generated for prompts"),
         ({"checkpoint": {"keep_best_by": "validation_recall"}}, "no evaluation has 'validation_recall'"),

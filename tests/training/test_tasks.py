@@ -115,7 +115,7 @@ def test_outside_the_package_it_is_planned_the_same(
     [
         ({"data": {"train": [{"sample": 3}]}}, "data.packing: .*my_classifier.py.* reads one document a row; set `pad"),
         ({"sample": {"prompt": "Once"}}, "sample: a classifier writes no text"),
-        ({"chat": {"template": "plain"}}, "chat: a classifier reads no conversations"),
+        ({"chat": {"template": "plain"}}, "chat: sequence_classification reads no conversations"),
         ({"eval": {"metrics": ["f1_macro"], "prompts": [{"sample": 2}]}}, "eval.prompts: a classifier writes no text"),
         ({"model": {}}, "model: give `name`"),
     ],
@@ -152,7 +152,7 @@ def test_a_key_that_a_custom_task_cannot_use_is_refused(tmp_path: Path, key: str
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_what_recipes_are_checked_for_is_what_tasks_say(name: str) -> None:
     task = named_task(validate_recipe(base(task={"name": name})))
-    assert (BUILT_IN[name].text, BUILT_IN[name].labelled) == (task.text, task.labelled)
+    assert BUILT_IN[name].rows is task.rows
 
 
 def test_the_example_of_the_page_gives_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

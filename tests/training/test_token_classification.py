@@ -20,7 +20,9 @@ from transformers import AutoTokenizer, BertForTokenClassification, PreTrainedTo
 
 from finetune.cli import main
 from finetune.config.recipe import validate_recipe
-from finetune.data.sources.readers import Fields, read_file
+from finetune.config.recipe_schema import Source
+from finetune.data.rows.kinds.tags import KIND
+from finetune.data.sources.readers import read_file
 from finetune.data.tokenization.tokenizer import Encoder
 from finetune.export import verify_export
 from finetune.tasks.tag_spans import TagScheme, count_spans, list_spans
@@ -217,7 +219,7 @@ def test_every_word_has_one_token_that_begins_it(tmp_path: Path, name: str) -> N
     """With byte-level tokens too, which hold the space before a word, and with words that have no token."""
     tokenizer = AutoTokenizer.from_pretrained(save_tokenizer(tmp_path) if name == "bert" else name)
     lists = [["Anna", "\u200b", "O'Neil", "é", "a.b", "x" * 30], [], ["\u200b"] if name == "bert" else ["\u00a0"]]
-    found = Encoder(tokenizer, num_workers=1, learned="tags").encode([json.dumps(words).encode() for words in lists])
+    found = Encoder(tokenizer, KIND.encode, num_workers=1).encode([json.dumps(words).encode() for words in lists])
     assert found.words is not None
     parts = np.split(found.words, np.cumsum(found.lengths)[:-1])
     begun = [number for number in parts[0].tolist() if number >= 0]
@@ -267,8 +269,8 @@ def test_formats_give_the_same_rows(tmp_path: Path) -> None:
         csv.writer(file).writerows([["tokens", "ner_tags"], *([" ".join(w), " ".join(t)] for w, t in SENTENCES[:12])])
     blocks = ["".join(f"{w} NN {t}\n" for w, t in zip(*pair, strict=True)) for pair in SENTENCES[:12]]
     files["conll"].write_text("-DOCSTART- -X- O\n\n" + "\n\n".join(blocks))
-    bare = read_file(files["conll"], Fields("tokens", None, learned="tags"))
-    assert [(json.loads(document.text), document.tags) for document in bare] == [(w, None) for w, _ in SENTENCES[:12]]
+    bare = read_file(files["conll"], KIND.fields(Source(path="a", text_field="tokens"), labels=False))
+    assert [(json.loads(document.text), document.labels) for document in bare] == [(w, ()) for w, _ in SENTENCES[:12]]
     numbers = [[TAGS.index(tag) for tag in row] for row in tags]
     kinds = {
         "tokens": datasets.List(datasets.Value("string")),
@@ -316,8 +318,8 @@ UD = """\
 def test_columns_of_conll(tmp_path: Path, content: str, label: str, expected: Any) -> None:
     for name in ("a.conll", "a.conllu"):
         (tmp_path / name).write_text(content)
-        found = read_file(tmp_path / name, Fields("words", label, learned="tags"))
-        assert [(json.loads(document.text), document.tags) for document in found] == expected
+        found = read_file(tmp_path / name, KIND.fields(Source(path="a", text_field="words", label_field=label)))
+        assert [(json.loads(document.text), document.labels) for document in found] == expected
 
 
 @pytest.mark.parametrize(
@@ -332,7 +334,7 @@ def test_columns_of_conll(tmp_path: Path, content: str, label: str, expected: An
 def test_columns_of_conll_are_counted(tmp_path: Path, content: str, said: str) -> None:
     (tmp_path / "a.conll").write_text(content)
     with pytest.raises(DataError, match=said):
-        list(read_file(tmp_path / "a.conll", Fields("words", "label", learned="tags")))
+        list(read_file(tmp_path / "a.conll", KIND.fields(Source(path="a", text_field="words"))))
 
 
 @pytest.mark.parametrize("shape", ["bert", "lora"])
@@ -468,7 +470,7 @@ def test_a_slow_tokenizer_is_refused() -> None:
         backend_tokenizer = None
 
     with pytest.raises(DataError, match=r"The tokenizer Slow has no fast form \(tokenizer.json\)"):
-        Encoder(Slow(), num_workers=1, learned="tags").encode([b'["a"]'])
+        Encoder(Slow(), KIND.encode, num_workers=1).encode([b'["a"]'])
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,8 @@ from finetune.data.chat.chat_templates import Part, Template, find_answers, firs
 from finetune.data.chat.special_token_text import Span
 from finetune.data.sources.conversation_formats import REASONING, Conversation, InvalidConversation, Tolerance
 from finetune.data.sources.corpus import Chosen
-from finetune.data.tokenization.tokenizer import Encoded, Example, Facts, Mask, open_tokenizer
+from finetune.data.tokenization.encoded import Encoded, Example, Facts, Mask
+from finetune.data.tokenization.tokenizer import open_tokenizer
 from finetune.utils.errors import DataError
 
 FORMAT_VERSION = 3
@@ -89,9 +90,10 @@ class ChatEncoder:
             DataError: If answers cannot be told from the rest, or the template refuses a conversation.
         """
         for batch in batches:
-            examples = [self.encode(item.text, item.where) for item in batch]
-            lengths = np.array([example.ids.size for example in examples], np.uint32)
-            yield batch, Encoded(lengths, np.concatenate([example.ids for example in examples]), examples)
+            examples = [self.encode(item.text, item.document.where) for item in batch]
+            ids, masks, facts = zip(*examples, strict=True)
+            lengths = np.array([one.size for one in ids], np.uint32)
+            yield batch, Encoded(lengths, np.concatenate(ids), {"mask": np.concatenate(masks)}, facts=facts)
 
     def encode(self, document: bytes, where: str) -> Example:
         """One conversation, or one document of plain text."""
@@ -114,8 +116,8 @@ class ChatEncoder:
             return left_out(Facts(unsupervised=1))
         array = np.array([*before, *ids, *behind], np.uint32)
         mask = np.full(array.size, True)
-        facts = Facts(examples=1, tokens=array.size, supervised=array.size - 1, ended=int(bool(behind)))
-        return Example(array, mask, facts, behind[0] if behind else None)
+        facts = Facts(examples=1, tokens=array.size, supervised=array.size - 1)
+        return Example(array, mask, _ended(facts, *behind))
 
     def _fitting(self, conversation: Conversation, where: str) -> Example:
         """An example that fits into a row, or none."""
@@ -128,7 +130,7 @@ class ChatEncoder:
         for shorter in _without_oldest(conversation) if self._section.too_long == "cut_left" else ():
             example = self._example(shorter, where)
             if 0 < example.ids.size <= room:
-                return replace(example, facts=replace(example.facts, cut=1))
+                return example._replace(facts=replace(example.facts, cut=1))
         return left_out(Facts(too_long=1))
 
     def _example(self, conversation: Conversation, where: str) -> Example:
@@ -167,13 +169,12 @@ class ChatEncoder:
             examples=1,
             tokens=tokens.size,
             supervised=supervised,
-            ended=int(closing is not None),
             answers=len(learned),
             shared=shared,
             tools_dropped=int("tools" in unwritten),
             unwritten=dict.fromkeys(sorted(unwritten - {"tools"}), 1),
         )
-        return Example(tokens, mask, facts, closing)
+        return Example(tokens, mask, _ended(facts, closing))
 
     def _learned(self, conversation: Conversation, where: str) -> list[int]:
         """The numbers of the messages that are learned; with `all` of those that are answers."""
@@ -309,6 +310,11 @@ def _without_oldest(conversation: Conversation) -> Iterator[Conversation]:
         )
 
 
+def _ended(facts: Facts, end: int | None = None) -> Facts:
+    """The counts of an example by the special token that ends its last answer, if one does."""
+    return replace(facts, ended=int(end is not None), ends={} if end is None else {str(end): 1})
+
+
 def left_out(facts: Facts) -> Example:
     """No tokens, but counts."""
     return Example(np.array([], np.uint32), np.array([], np.bool_), facts)
@@ -327,18 +333,16 @@ def cut_right(example: Example, room: int, special: Collection[int]) -> Example:
         return left_out(Facts(too_long=1))
     gone = _runs(example.mask) - _runs(mask)
     lost = gone + int(mask[-1] and example.mask[room])
-    last = int(ids[mask][-1])
-    end = (last if last in special else None) if lost else example.end
     facts = replace(
         example.facts,
         tokens=room,
         supervised=int(mask[1:].sum()),
-        ended=int(end is not None),
         answers=example.facts.answers - gone,
         cut=1,
         answers_cut=lost,
     )
-    return Example(ids, mask, facts, end)
+    last = int(ids[mask][-1])
+    return Example(ids, mask, _ended(facts, last if last in special else None) if lost else facts)
 
 
 def _runs(mask: Mask) -> int:

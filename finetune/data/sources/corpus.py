@@ -21,10 +21,8 @@ from finetune.config.recipe_schema import Source
 from finetune.data.sources.conversation_formats import RecordForm
 from finetune.data.sources.readers import (
     BATCH_ROWS,
-    LABELLED,
     Document,
     Fields,
-    Learned,
     class_names,
     document_of,
     file_classes,
@@ -75,7 +73,7 @@ class Corpus:
         form, classes = self.fields.form, self.fields.classes
         taken = form.fingerprint() if form else [self.fields.text, self.fields.label]
         taken += [self.fields.pair] if self.fields.pair is not None else []
-        taken += {"number": ["numbers"], "tags": ["tagged"], "target": ["target"]}.get(self.fields.learned, [])
+        taken += list(self.fields.key)
         identity = {"content": self.content, "fields": taken, "weight": self.source.weight, "limit": self.source.limit}
         return {**identity, "classes": classes} if classes else identity
 
@@ -90,7 +88,7 @@ class Corpus:
         for document in itertools.islice(self._read(self.meter), self.source.limit):
             require_encodable(document.text, document.where, "text")
             require_encodable(document.pair, document.where, f"field '{self.fields.pair}'")
-            for label in (document.label, *(document.tags or ())):
+            for label in document.labels:
                 require_encodable(label, document.where, f"field '{self.fields.label}'")
             yield document
         self.check_unchanged()
@@ -107,29 +105,17 @@ class Corpus:
                     )
 
 
-def open_source(
-    source: Source,
-    learned: Learned = "tokens",
-    *,
-    labels: bool = True,
-    form: RecordForm | None = None,
-    key: str = "",
-    keep: bool = False,
-) -> Corpus:
+def open_source(source: Source, fields: Fields | None = None, *, form: RecordForm | None = None) -> Corpus:
     """Finds what a source names and fingerprints it; reads no documents yet.
 
     Args:
-        labels: False if classes, numbers and tags are not read, as they are predicted.
-        keep: True if documents keep all fields of their records.
-        form: The way that records become conversations; None where they are documents.
-        key: The source's key in the recipe, for error messages.
+        fields: What is read of each record; left out, its text.
+        form: The way that records become conversations, in place of `fields`.
 
     Raises:
         DataError: If there is no such source, or it is in no known format.
     """
-    label = source.label_field if labels and learned in LABELLED else None
-    pair = source.pair_field if form is None else None
-    fields = Fields(source.text_field, label, form, pair=pair, learned=learned, source=key, keep=keep)
+    fields = fields or Fields(source.text_field, form=form)
     if source.sample is not None:
         return _open_sample(source, source.sample, fields)
     if source.path is None:
@@ -274,13 +260,8 @@ class Rules:
     lowercase: bool
     held_out: float
     """Share of the documents, by hash, that is kept for evaluation."""
-    learned: Learned = "tokens"
-    """The same as of the sources."""
-
-    @property
-    def by_class(self) -> bool:
-        """True if that share is one of each class, for which all labels are read first."""
-        return self.learned == "class" and self.held_out > 0
+    by_class: bool = False
+    """True if that share is one of each class, for which all labels are read first."""
 
 
 class Chosen(NamedTuple):
@@ -293,17 +274,10 @@ class Chosen(NamedTuple):
     held_out: bool
     copies: int
     """Times that it counts in an epoch, at least 1."""
-    label: int | str | float | None
-    where: str
-    """File and line, for error messages."""
     read: int
     """Bytes of the source's files up to its end, as far as these can be told."""
-    issue: tuple[str, str] | None = None
-    """See `Document`."""
-    tags: tuple[int | str, ...] | None = None
-    """See `Document`."""
-    record: Mapping[str, Any] | None = None
-    """See `Document`."""
+    document: Document
+    """The document as it was found."""
 
 
 def choose_texts(corpus: Corpus, rules: Rules, held_digests: npt.NDArray[np.uint64] | None = None) -> Iterator[Chosen]:
@@ -339,15 +313,14 @@ def choose_texts(corpus: Corpus, rules: Rules, held_digests: npt.NDArray[np.uint
                 index = int(np.searchsorted(held_digests, np.uint64(digest)))
                 held_out = index < held_digests.size and int(held_digests[index]) == digest
             copies = 1 if held_out else copies
-            about = (document.where, corpus.meter.done, document.issue, document.tags, document.record)
-            yield Chosen(data, digest, held_out, copies, document.label, *about)
+            yield Chosen(data, digest, held_out, copies, corpus.meter.done, document)
 
 
 def label_places(corpora: Sequence[Corpus]) -> Iterator[tuple[int | str, str]]:
     """Yields the label of each document, or those of its words, with its file and line, reading them again."""
     for corpus in corpora:
         for document in corpus.documents():
-            for label in document.tags or (document.label,):
+            for label in document.labels:
                 if isinstance(label, int | str):
                     yield label, document.where
 
@@ -370,10 +343,10 @@ def held_out_digests(corpora: Sequence[Corpus], rules: Rules) -> npt.NDArray[np.
     numbers: dict[int | str | float, int] = {}
     digests, codes = array("Q"), array("Q")
     for corpus in corpora:
-        for item in choose_texts(corpus, replace(rules, held_out=0.0)):
-            if item.text and item.label is not None:
+        for item in choose_texts(corpus, replace(rules, held_out=0.0, by_class=False)):
+            if item.text and item.document.labels:
                 digests.append(item.digest)
-                codes.append(numbers.setdefault(item.label, len(numbers)))
+                codes.append(numbers.setdefault(item.document.labels[0], len(numbers)))
     ordered = sorted(numbers, key=label_order)
     ranks = np.empty(len(ordered), np.int64)
     ranks[[numbers[label] for label in ordered]] = np.arange(len(ordered))

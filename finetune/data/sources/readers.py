@@ -3,14 +3,13 @@
 import csv
 import itertools
 import json
-import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-from finetune.data.sources.column_names import SPANS, as_overrides, guess_chat_fields, guess_field, unread_kind
+from finetune.data.sources.column_names import as_overrides, guess_chat_fields, guess_field, unread_kind
 from finetune.data.sources.conversation_formats import InvalidConversation, RecordForm, kind_of
 from finetune.data.sources.streams import MAX_DOCUMENT_BYTES, MAX_RECORD_BYTES, JsonReader, Meter, json_items, lines
 from finetune.utils import json_files
@@ -23,17 +22,12 @@ DUPLICATE_KEY, SWALLOWED = "duplicate_key", "swallowed"
 
 BATCH_ROWS = 1024
 """Rows of a table that are in memory at once."""
-_LARGEST_FP32 = 3.4028234e38
 _DELIMITERS = (",", ";", "\t", "|")
 _SNIFFED_ROWS = 20
 _SHORT = 40
 _QUOTED = re.compile('"(?:[^"]|"")*"')
 _CONLLU = ("id", "form", "lemma", "upos", "xpos", "feats", "head", "deprel", "deps", "misc")
 _CONLL_COMMENT = re.compile(r"#\s+\w+( id)? = ")
-Learned = Literal["tokens", "class", "number", "tags", "target"]
-"""What is learned of a document: its tokens, class or number, the tag of each word, or the second of two texts."""
-LABELLED = ("class", "number", "tags")
-"""Those of them that a field beside the text holds."""
 _COMPRESSED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bzip2", ".xz": "xz", ".lz4": "lz4", ".zip": "zip"}
 
 
@@ -41,26 +35,56 @@ class Document(NamedTuple):
     """A text as it was found."""
 
     text: str
-    """The text, or the JSON of a conversation; empty where a broken one is left out."""
-    label: int | str | float | None
-    """None where no label was asked for."""
+    """The text, or the JSON of a conversation or of words; empty where a broken one is left out."""
     where: str
     """File and line, for error messages."""
-    issue: tuple[str, str] | None = None
-    """An issue that its reader has seen: its kind, and an example."""
+    labels: tuple[int | str | float, ...] = ()
+    """Its class or number, or the tag of each of its words; empty where none was asked for."""
     pair: str | None = None
     """The second of two texts."""
-    tags: tuple[int | str, ...] | None = None
-    """The tag of each word, of a text that is the JSON of its words; None where no tags were asked for."""
+    issue: tuple[str, str] | None = None
+    """An issue that its reader has seen: its kind, and an example."""
     record: Mapping[str, Any] | None = None
     """All fields of the record, where these were asked for."""
 
 
+def read_text(
+    record: Mapping[str, Any],
+    fields: "Fields",
+    where: str,
+    *,
+    label_of: "Callable[[Any, Fields, str], int | str | float] | None" = None,
+    needed: bool = False,
+) -> Document:
+    """Takes a text or two out of a record, and its class where that is wanted.
+
+    Args:
+        label_of: Reads the label; left out, it is a class.
+        needed: Refuses a pair of which a text is empty.
+
+    Raises:
+        DataError: If a text is no text, or the label is none.
+    """
+    names = {"text_field": fields.text} | ({} if fields.pair is None else {"pair_field": fields.pair})
+    # A missing value is an empty text, which is all that CSV can write for it.
+    texts = ["" if value is None or value != value else value for value in map(record.__getitem__, names.values())]
+    for (key, name), value in zip(names.items(), texts, strict=True):
+        if not isinstance(value, str):
+            problem = f"holds {kind_of(value)}, and only text can be read. Remove or mend"
+        elif needed and fields.pair is not None and not value.strip():
+            problem = "is empty, and both source and target need a text. Mend or remove"
+        else:
+            continue
+        raise DataError(f"{where}: the field '{name}' {problem} the record, or name another field as `{key}`.")
+    labels = () if fields.label is None else ((label_of or class_of)(record[fields.label], fields, where),)
+    return Document(texts[0], where, labels, pair=texts[1] if len(texts) > 1 else None)
+
+
 class Fields(NamedTuple):
-    """Fields to take from each record."""
+    """Fields to take from each record, and how."""
 
     text: str
-    label: str | None
+    label: str | None = None
     """None where labels are not wanted."""
     form: RecordForm | None = None
     """The way that records become conversations; None where they are documents."""
@@ -68,17 +92,23 @@ class Fields(NamedTuple):
     """Names that the file itself gives to the numbers in `label`, if it does."""
     pair: str | None = None
     """Field of a second text; None where documents have one."""
-    learned: Learned = "tokens"
-    """Of `tags`, `text` holds the words of a document; where the pair's text is the `target`, neither may be empty."""
+    read: Callable[[Mapping[str, Any], "Fields", str], Document] = read_text
+    """Takes a document out of a record, given its file and line."""
+    by_word: bool = False
+    """True if `text` holds words, and `label` a tag for each."""
+    key: tuple[str, ...] = ()
+    """What `read` adds to the cache's key."""
     source: str = ""
     """Key of the recipe's source, such as `data.train.0`, for error messages; empty where it is not known."""
     keep: bool = False
     """True if documents keep their records."""
+    takes_chat: bool = True
+    """True if a `chat` section could make conversations of the records."""
 
     @property
-    def takes_chat(self) -> bool:
-        """True if a `chat` section could make conversations of the records: labelled and paired texts are none."""
-        return self.learned == "tokens" and self.label is self.pair is None
+    def as_json(self) -> bool:
+        """True if texts are kept as JSON: conversations, pairs and words."""
+        return self.by_word or self.form is not None or self.pair is not None
 
     @property
     def columns(self) -> list[str] | None:
@@ -126,7 +156,7 @@ def _allowed() -> str:
 
 
 def document_of(record: Any, fields: Fields, where: str) -> Document:
-    """Takes text and label out of one record.
+    """Takes a document out of one record.
 
     Raises:
         DataError: If a field is missing, the text is no text, or the label is no class.
@@ -135,7 +165,7 @@ def document_of(record: Any, fields: Fields, where: str) -> Document:
         kept = record if isinstance(record, Mapping) else {fields.text: record}
         return document_of(record, fields._replace(keep=False), where)._replace(record=kept)
     if fields.form is not None:
-        return Document(fields.form.read(record, where), None, where)
+        return Document(fields.form.read(record, where), where)
     if isinstance(record, str) and fields.label is fields.pair is None:
         record = {fields.text: record}
     if not isinstance(record, Mapping):
@@ -143,82 +173,10 @@ def document_of(record: Any, fields: Fields, where: str) -> Document:
             f"{where}: got {kind_of(record)}. Write each document as an object with a field '{fields.text}'."
         )
     require_fields(record, fields, where)
-    if fields.learned == "tags":
-        return _tagged_words(record, fields, where)
-    text, pair = _text(record[fields.text]), None if fields.pair is None else _text(record[fields.pair])
-    for key, name, value in (("text_field", fields.text, text), ("pair_field", fields.pair, pair)):
-        if name is not None and not isinstance(value, str):
-            raise DataError(
-                f"{where}: the field '{name}' holds {kind_of(value)}, and only text can be read. Remove or mend the "
-                f"record, or name another field as `{key}`."
-            )
-        if fields.learned == "target" and fields.pair is not None and not str(value).strip():
-            raise DataError(
-                f"{where}: the field '{name}' is empty, and both source and target need a text. Mend or remove the "
-                f"record, or name another field as `{key}`."
-            )
-    read = _number if fields.learned == "number" else _class
-    label = None if fields.label is None else read(record[fields.label], fields, where)
-    return Document(text, label, where, pair=pair)
+    return fields.read(record, fields, where)
 
 
-def _text(value: Any) -> Any:
-    """A field that should hold a text; a missing value is an empty one, which is all that CSV can write for it."""
-    return "" if value is None or (isinstance(value, float) and math.isnan(value)) else value
-
-
-def _tagged_words(record: Mapping[str, Any], fields: Fields, where: str) -> Document:
-    """Takes the words of one record, and their tags where these are wanted."""
-    words = _listed(record[fields.text], "text_field", fields.text, where)
-    for number, word in enumerate(words, start=1):
-        if not isinstance(word, str) or not word.strip():
-            what = "blank" if isinstance(word, str) else kind_of(word)
-            raise DataError(
-                f"{where}: word {number} in '{fields.text}' is {what}, and each tag needs a word that can be read. "
-                "Take the word and its tag out, or mend the record."
-            )
-    tags = None
-    if fields.label is not None:
-        listed = _listed(record[fields.label], "label_field", fields.label, where)
-        # The words of a text whose tags are a list may be none.
-        spans = isinstance(record[fields.text], str) and not isinstance(record[fields.label], str)
-        if len(listed) != len(words) or (spans and not all(isinstance(tag, int | str) for tag in listed)):
-            raise DataError(
-                f"{where}: '{fields.text}' has {len(words):,} words and '{fields.label}' has {len(listed):,} tags. "
-                f"Give each word one tag, or remove the record. {SPANS if spans else ''}".rstrip()
-            )
-        tags = tuple(_class(tag, fields, where) for tag in listed)
-    return Document(json.dumps(words, ensure_ascii=False) if words else "", None, where, tags=tags)
-
-
-def _listed(value: Any, key: str, name: str, where: str) -> list[Any]:
-    """The words or tags that a field holds: as a list, or as a text in which white space divides them."""
-    if isinstance(value, list | tuple):
-        return list(value)
-    if not isinstance(value, str) or (key == "label_field" and value.lstrip().startswith("[")):
-        what = "a list that was written as text" if isinstance(value, str) else kind_of(value)
-        raise DataError(
-            f"{where}: the field '{name}' holds {what}, and words and their tags are read from lists, or from texts "
-            f"in which spaces divide them. Write it so, as JSON lines do, or name another field as `{key}`."
-        )
-    return value.split()
-
-
-def _number(label: Any, fields: Fields, where: str) -> float:
-    """The number that a record says."""
-    try:
-        number = math.nan if isinstance(label, bool) else float(label)
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if not abs(number) <= _LARGEST_FP32:
-        raise DataError(
-            f"{where}: the label in '{fields.label}' is {json.dumps(label, default=str)[:80]}, and regression needs a "
-            "finite number that fp32 can hold. Mend or remove the record, or name another `label_field`."
-        )
-    return number
-
-
-def _class(label: Any, fields: Fields, where: str) -> int | str:
+def class_of(label: Any, fields: Fields, where: str) -> int | str:
     """The class that a record says, whatever format it comes from."""
     problem, classes = "", fields.classes
     # As CSV, JSON, pandas and `ClassLabel` write that there is none.
@@ -259,7 +217,7 @@ def class_names(features: Any, fields: Fields) -> tuple[str, ...]:
         features: As JSON; whatever else a file holds there has no names.
     """
     feature = features.get(fields.label) if isinstance(features, Mapping) else None
-    if fields.learned == "tags":
+    if fields.by_word:
         # A list of classes, which earlier versions write as a list of one feature.
         feature = feature.get("feature") if isinstance(feature, Mapping) else next(iter(feature or ()), None)
     names = feature.get("names") if isinstance(feature, Mapping) else None
@@ -312,7 +270,7 @@ def require_fields(present: Iterable[str], fields: Fields, where: str) -> None:
     for key, field in (("text_field", fields.text), ("pair_field", fields.pair), ("label_field", fields.label)):
         if field is not None and field not in names:
             advice = f"Name one of them as the source's `{key}`"
-            guess = guess_field(names, key, words=fields.learned == "tags")
+            guess = guess_field(names, key, words=fields.by_word)
             if guess is not None:
                 advice += f", such as {as_overrides(fields.source, {key: guess})}"
             raise DataError(
@@ -513,7 +471,7 @@ def _read_conll(path: Path, fields: Fields, meter: Meter) -> Iterator[Document]:
 
     In CoNLL-U, which has its own ten columns, the tag is the one that `label_field` names, or `upos`.
     """
-    if fields.learned != "tags":
+    if not fields.by_word:
         raise DataError(
             f"{path} holds a word in each line, which is for tasks that tag words. Give a .txt, .jsonl, .json, "
             ".parquet or .csv file."

@@ -11,6 +11,7 @@ import xxhash
 from finetune.utils.errors import DataError
 
 Int64s = npt.NDArray[np.int64]
+Tokens = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 
 _CHUNK = 1 << 22  # a multiple of 8
 

@@ -7,7 +7,7 @@ import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +17,17 @@ from finetune.data.progress_bar import Bar
 from finetune.data.sources.conversation_formats import RecordForm, Tolerance
 from finetune.data.sources.corpus import Chosen, Corpus, Rules, choose_texts
 from finetune.data.text_issues import Issues, plain_text
-from finetune.data.tokenization.memmap import GrowingArray, Int64s, MaskFile, damaged_file, map_array, pack_mask
-from finetune.data.tokenization.tokenizer import Encoded, Facts, batch_documents
+from finetune.data.tokenization.encoded import Encoded, Facts
+from finetune.data.tokenization.memmap import (
+    GrowingArray,
+    Int64s,
+    MaskFile,
+    Tokens,
+    damaged_file,
+    map_array,
+    pack_mask,
+)
+from finetune.data.tokenization.tokenizer import batch_documents
 from finetune.utils import json_files
 from finetune.utils.atomic_files import digest_of, write_json
 from finetune.utils.errors import DataError
@@ -29,50 +38,35 @@ SHARD_BYTES = 1 << 25
 """Text that a killed build tokenises again at most."""
 
 _COPY_TOKENS = 1 << 22
-# Files of a side while they grow, with their types (of `tokens` by the vocabulary): a number for each document, or for
-# each token. Those that a task does without stay empty.
-_ARRAYS: dict[str, npt.DTypeLike | None] = {
-    "tokens": None,
-    "lengths": np.int64,
-    "labels": np.int64,
-    "firsts": np.int64,
-    "digests": np.uint64,
-    "copies": np.uint32,
-    "token_labels": np.int32,
-    "loose": np.bool_,  # one byte a token that is a target, where something is masked
-}
-_OF_TOKENS, _OF_FIRST_COPIES = ("tokens", "token_labels", "loose"), ("digests", "copies")
+# Columns of all kinds of documents; the digests and copies are those of the documents before any copy.
+_OF_ALL, _OF_FIRST_COPIES = {"lengths": "int64", "digests": "uint64", "copies": "uint32"}, ("digests", "copies")
 
-Tokens = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
-Around = tuple[int | None, int | None]
-"""Tokens that are put before and behind each document, where there are any."""
+
+class Columns(NamedTuple):
+    """What is stored of documents beside their tokens: types of numbers by names of columns.
+
+    Those that some documents do without stay empty, and are left out. Bools are stored as bits.
+    """
+
+    of_documents: Mapping[str, str]
+    of_tokens: Mapping[str, str]
 
 
 class TokenFile:
     """One side of a finished token folder, memory-mapped."""
 
-    def __init__(self, folder: Path, side: str, dtype: str) -> None:
+    def __init__(self, folder: Path, side: str, dtype: str, columns: Columns) -> None:
         """Opens what `write_tokens` has written, or raises a `DataError` if it is something else."""
         if dtype not in ("uint16", "uint32"):
             raise damaged_file(folder / f"{side}.tokens", f"its tokens are said to be {dtype}")
         self.tokens: Tokens = np.asarray(np.memmap(folder / f"{side}.tokens", dtype=np.dtype(dtype), mode="r"))
-        self.offsets: Int64s = map_array(folder / f"{side}.offsets.npy")
-        """(documents + 1,)"""
-
-        def column(name: str, dtype: npt.DTypeLike = np.int64) -> npt.NDArray[Any] | None:
-            file = folder / f"{side}.{name}.npy"
-            return map_array(file, dtype) if file.exists() else None
-
-        self.labels: Int64s | None = column("labels")
-        """(documents,): position in the folder's list of labels; None where documents have none."""
-        self.firsts: Int64s | None = column("firsts")
-        """(documents,): tokens of the first text of each pair; None where documents have one text."""
-        self.token_labels: npt.NDArray[np.int32] | None = column("token_labels", np.int32)
-        """(tokens,): position in the folder's list of labels, of the word that begins at a token; -1 where none does.
-        None where words have no labels."""
-        mask = folder / f"{side}.mask"
-        self.mask = MaskFile(mask) if mask.exists() else None
-        """The tokens that are targets; None where all are."""
+        self.columns: dict[str, Any] = {"offsets": map_array(folder / f"{side}.offsets.npy")}
+        """Those that there are, by name: (documents,) or (tokens,). `offsets`, (documents + 1,), tell where each starts
+        in the stream, and the end."""
+        for name, kind in {**columns.of_documents, **columns.of_tokens}.items():
+            file = folder / (f"{side}.{name}" if kind == "bool" else f"{side}.{name}.npy")
+            if file.exists():
+                self.columns[name] = MaskFile(file) if kind == "bool" else map_array(file, kind)
         self.digests: npt.NDArray[np.uint64] = map_array(folder / f"{side}.digests.npy", np.uint64)
         """(documents,): of their texts."""
 
@@ -83,8 +77,8 @@ def write_tokens(
     rules: Rules,
     encode_all: Callable[[Iterable[Sequence[Chosen]]], Iterator[tuple[Sequence[Chosen], Encoded]]],
     *,
+    columns: Columns,
     num_ids: int,
-    around: Around,
     restore: Callable[[str], str],
     tolerance: Tolerance,
     bar: Bar,
@@ -95,6 +89,7 @@ def write_tokens(
     Args:
         folder: An empty folder, or one that a killed build of the same has left.
         encode_all: Turns batches of documents into tokens, each with its batch, in order.
+        columns: What is stored beside tokens.
         num_ids: Token numbers that there are.
         restore: Turns a text into tokens and back, to see whether something is lost.
         tolerance: Counts the broken conversations that reader and encoder meet.
@@ -107,7 +102,8 @@ def write_tokens(
         DataError: If a document cannot be read, or there is none.
     """
     dtype = np.dtype(np.uint16 if num_ids <= 1 << 16 else np.uint32)
-    sides = {side: SplitWriter(folder, side, dtype, around, restore) for side in (TRAIN, HELD_OUT)}
+    as_json = any(corpus.fields.as_json for corpus in corpora)
+    sides = {side: SplitWriter(folder, side, dtype, columns, restore, as_json) for side in (TRAIN, HELD_OUT)}
     shards = Shards(folder, corpora, sides, tolerance, bar)
     labels = shards.labels
     for number, corpus in enumerate(corpora):
@@ -115,11 +111,11 @@ def write_tokens(
         if not shards.begin(number, chosen):
             continue
         for batch, encoded in encode_all(batch_documents(chosen)):
-            columns = _columns(batch, encoded, labels)
+            stored = _columns(batch, encoded, labels)
             held = np.fromiter((item.held_out for item in batch), np.bool_, len(batch))
             for side, mask in ((sides[TRAIN], ~held), (sides[HELD_OUT], held)):
                 if mask.any():
-                    side.add(batch, encoded, columns, mask)
+                    side.add(batch, encoded, stored, mask)
             shards.advance(batch)
         shards.end()
     counts = {name: side.finish() for name, side in sides.items()}
@@ -142,25 +138,21 @@ def write_tokens(
 def _columns(
     batch: Sequence[Chosen], encoded: Encoded, labels: dict[int | str | float, int]
 ) -> dict[str, npt.NDArray[Any]]:
-    """Returns arrays of a batch by their names in `_ARRAYS`; adds new labels to those that are known."""
-    columns: dict[str, npt.NDArray[Any]] = {
+    """Returns columns of a batch by their names; adds new labels to those that are known."""
+    told = [item.document.labels for item in batch]
+    codes = [labels.setdefault(label, len(labels)) for label in itertools.chain(*told)]
+    columns = {
+        **encoded.columns,
         "digests": np.array([item.digest for item in batch], np.uint64),
         "copies": np.array([item.copies for item in batch], np.uint32),
     }
-    if codes := [labels.setdefault(item.label, len(labels)) for item in batch if item.label is not None]:
-        columns["labels"] = np.array(codes, np.int64)
-    if encoded.firsts is not None:
-        columns["firsts"] = encoded.firsts
-    if encoded.examples is not None:
-        columns["loose"] = np.concatenate([example.mask for example in encoded.examples])
     if encoded.words is not None:
-        tags = [item.tags or () for item in batch]
-        positions = [labels.setdefault(tag, len(labels)) for tag in itertools.chain(*tags)]
-        counts = np.array([len(of_words) for of_words in tags])
+        counts = np.array([len(of_words) for of_words in told])
         before = np.repeat(np.cumsum(counts) - counts, encoded.lengths)
-        columns["token_labels"] = np.array([*positions, -1], np.int32)[
-            np.where(encoded.words >= 0, before + encoded.words, -1)
-        ]
+        at = np.where(encoded.words >= 0, before + encoded.words, -1)
+        columns["token_labels"] = np.array([*codes, -1], np.int32)[at]
+    elif codes:
+        columns["labels"] = np.array(codes, np.int64)
     return columns
 
 
@@ -168,16 +160,29 @@ class SplitWriter:
     """Writes one side of the split. What is held in memory does not grow with the documents."""
 
     def __init__(
-        self, folder: Path, name: str, dtype: np.dtype[Any], around: Around, restore: Callable[[str], str]
+        self,
+        folder: Path,
+        name: str,
+        dtype: np.dtype[Any],
+        columns: Columns,
+        restore: Callable[[str], str],
+        as_json: bool,
     ) -> None:
-        """Opens the files of a side in `folder`, or creates them. `restore` turns a text into tokens and back."""
-        self._stem = folder / name
-        self._around, self._restore = around, restore
+        """Opens the files of a side in `folder`, or creates them.
 
-        self._files = {kind: GrowingArray(folder / f"{name}.{kind}", of or dtype) for kind, of in _ARRAYS.items()}
+        Args:
+            restore: Turns a text into tokens and back.
+            as_json: Whether texts are kept as JSON; see `Fields`.
+        """
+        self._stem = folder / name
+        self._restore, self._as_json = restore, as_json
+        self._of_tokens = {"tokens", *columns.of_tokens}
+        dtypes: dict[str, npt.DTypeLike] = {"tokens": dtype, **_OF_ALL, **columns.of_documents, **columns.of_tokens}
+        # A byte for each bool, until all are there.
+        names = {column: f"{name}.{column}{'.bytes' * (kind == 'bool')}" for column, kind in dtypes.items()}
+        self._files = {column: GrowingArray(folder / names[column], kind) for column, kind in dtypes.items()}
         self._tokens, self._lengths = self._files["tokens"], self._files["lengths"]
         self.facts = Facts()
-        self._ends: Counter[int] = Counter()
         self._issues = Issues()
         self._empty = 0
         self._sources: list[dict[str, Any]] = []
@@ -189,7 +194,6 @@ class SplitWriter:
         return {
             "files": [(len(file), file.sync()) for file in self._files.values()],
             "facts": vars(self.facts),
-            "ends": list(self._ends.items()),
             "issues": vars(self._issues),
             "empty": self._empty,
             "sources": self._sources,
@@ -200,7 +204,6 @@ class SplitWriter:
         """Goes back to a state; returns whether the files hold what it is about."""
         complete = [file.cut(*written) for file, written in zip(self._files.values(), state["files"], strict=True)]
         self.facts = Facts(**state["facts"])
-        self._ends = Counter(dict(state["ends"]))
         self._issues = Issues(**state["issues"])
         self._empty = state["empty"]
         self._sources = state["sources"]
@@ -223,31 +226,20 @@ class SplitWriter:
         """Appends documents of a batch; those without a token are only counted.
 
         Args:
-            columns: What is known of the batch beside tokens and lengths, by its name in `_ARRAYS`.
+            columns: What is known of the batch beside tokens and lengths, by name.
             here: The documents that are of this side, (documents,).
         """
-        for example in itertools.compress(encoded.examples or (), here):
-            self.facts.add(example.facts)
-            if example.end is not None:
-                self._ends[example.end] += 1
+        for facts in itertools.compress(encoded.facts, here):
+            self.facts.add(facts)
         kept = here & (encoded.lengths > 0)
         self._empty += int(here.sum() - kept.sum())
-        as_json = not columns.keys().isdisjoint(("loose", "firsts", "token_labels"))
         done = len(self._lengths) - self._first
-        self._issues.look(itertools.compress(batch, kept), done, self._restore, chat=as_json)
+        self._issues.look(itertools.compress(batch, kept), done, self._restore, chat=self._as_json)
         of_tokens = np.repeat(kept, encoded.lengths)
         for name, values in columns.items():
-            self._files[name].append(values[of_tokens if name in _OF_TOKENS else kept])
-        numbers, sizes = encoded.numbers[of_tokens], encoded.lengths[kept].astype(np.int64)
-        ends = np.cumsum(sizes)
-        bos, eos = self._around
-        # The end of a document and the begin of the next go to the same place, in this order.
-        around = [(token, places) for token, places in ((eos, ends), (bos, ends - sizes)) if token is not None]
-        if around:
-            places = np.concatenate([places for _, places in around])
-            numbers = np.insert(numbers, places, np.repeat([token for token, _ in around], sizes.size))
-        self._tokens.append(numbers)
-        self._lengths.append(sizes + len(around))
+            self._files[name].append(values[of_tokens if name in self._of_tokens else kept])
+        self._tokens.append(encoded.numbers[of_tokens])
+        self._lengths.append(encoded.lengths[kept])
 
     def repeat(self, form: RecordForm | None) -> None:
         """Appends the copies of the source's documents: a whole pass after the first, never side by side.
@@ -265,8 +257,8 @@ class SplitWriter:
             for some in np.split(documents, cuts):
                 pieces = [slice(offsets[i], offsets[i + 1]) for i in some.tolist()]
                 for name, values in there.items():
-                    copied = np.concatenate([values[p] for p in pieces]) if name in _OF_TOKENS else values[some]
-                    self._files[name].append(copied)
+                    whole = name in self._of_tokens
+                    self._files[name].append(np.concatenate([values[p] for p in pieces]) if whole else values[some])
         source = self._sources[-1]
         source |= {"documents": len(self._lengths) - self._first, "tokens": len(self._tokens) - self._first_token}
         if form is not None:
@@ -274,27 +266,26 @@ class SplitWriter:
 
     def finish(self) -> dict[str, Any] | None:
         """Writes what is read later; None where there is no document."""
-        documents, tokens, loose = len(self._lengths), len(self._tokens), self._files["loose"]
+        documents, tokens, ordered = len(self._lengths), len(self._tokens), np.sort(self._files["digests"].view())
         if not documents:
             return None
-        saved = {name: self._files[name].view() for name in ("digests", "labels", "firsts", "token_labels")}
-        for name, values in {**saved, "offsets": self._offsets()}.items():
-            if values.size:
-                np.save(f"{self._stem}.{name}.npy", values, allow_pickle=False)
-        for file in self._files.values():
+        np.save(f"{self._stem}.offsets.npy", self._offsets(), allow_pickle=False)
+        for name, file in self._files.items():
+            values = file.view()
             file.close()
-        if len(loose):
-            pack_mask(loose.path, self._stem.with_suffix(".mask"))
-        ordered = np.sort(saved["digests"])
+            if values.dtype == np.bool_ and values.size:
+                pack_mask(file.path, Path(f"{self._stem}.{name}"))
+            elif values.size and name not in ("tokens", "lengths", "copies"):
+                np.save(f"{self._stem}.{name}.npy", values, allow_pickle=False)
         return {
             "documents": documents,
             "tokens": tokens,
             "empty": self._empty,
             "duplicates": int((ordered[1:] == ordered[:-1]).sum()),
             "sources": [source for source in self._sources if source["documents"]],
-            "chat": vars(self.facts) if len(loose) else None,
+            "chat": vars(self.facts) if self.facts.examples else None,
             "issues": vars(self._issues),
-            "ends": {str(token): count for token, count in self._ends.most_common()},
+            "ends": dict(Counter(self.facts.ends).most_common()),
         }
 
     def clear(self) -> None:
@@ -417,12 +408,11 @@ def training_texts(
     """
     count = before = 0
     for corpus in corpora:
-        as_json = corpus.fields.form is not None or corpus.fields.pair is not None or corpus.fields.learned == "tags"
         for item in choose_texts(corpus, rules, held_digests):
             if item.text and not item.held_out:
                 count += 1
                 bar.advance(1, before + item.read)
-                yield plain_text(item.text, chat=as_json)
+                yield plain_text(item.text, chat=corpus.fields.as_json)
         before += corpus.size or 0
     if not count:
         raise DataError(

@@ -7,13 +7,12 @@ import contextlib
 import itertools
 import json
 import os
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +23,8 @@ from transformers import PreTrainedTokenizerBase
 from finetune.config import recipe_paths
 from finetune.config.recipe_schema import Recipe
 from finetune.data.sources.corpus import Chosen
-from finetune.data.sources.readers import END_OF_TEXT, Learned
+from finetune.data.sources.readers import END_OF_TEXT
+from finetune.data.tokenization.encoded import Encoded
 from finetune.utils import json_files
 from finetune.utils.errors import DataError
 from finetune.utils.file_formats import format_of
@@ -38,29 +38,10 @@ BATCH_BYTES = 1 << 18
 BATCHES_AHEAD = 8
 """Batches of each thread: enough to keep it busy while a shard is written, few enough to bound memory."""
 
-
-Mask = npt.NDArray[np.bool_]
-
 # Fewer beside the special ones can write no text.
 _LEAST_TOKENS = 2
 # No network has as many rows; written out as JSON, a larger number takes the tokenizers library gigabytes.
 _MOST_IDS = 1 << 24
-
-
-class Wrapping(NamedTuple):
-    """Tokens that a tokenizer puts around a text, or around and between two, for classifiers: [CLS], [SEP]."""
-
-    before: tuple[int, ...] = ()
-    behind: tuple[int, ...] = ()
-    between: tuple[int, ...] = ()
-    types: tuple[int, ...] | None = None
-    """Type ids of `before`, the first text, `between`, the second and `behind`, one for each text; None where the
-    tokenizer has none, or there is one text."""
-
-    @property
-    def size(self) -> int:
-        """Number of these tokens."""
-        return len(self.before) + len(self.between) + len(self.behind)
 
 
 def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
@@ -194,153 +175,28 @@ def restore_text(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
     return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
-def wrapping_of(tokenizer: PreTrainedTokenizerBase, *, pair: bool = False, target: bool = False) -> Wrapping:
-    """Finds what the tokenizer itself puts before and behind a text, or around and between two, with their type ids.
-
-    Args:
-        target: True for a text that is to be written, which some tokenizers treat otherwise (mBART's language codes).
-
-    Raises:
-        DataError: If it does something else to the text as well.
-    """
-    probes = {"text_target": "a"} if target else {"text": "a", "text_pair": "b"} if pair else {"text": "a"}
-    key = next(iter(probes))
-    bare = [list(tokenizer(**{key: text}, add_special_tokens=False)["input_ids"]) for text in probes.values()]
-    both = tokenizer(**probes)
-    full, types = list(both["input_ids"]), both.get("token_type_ids")
-    for starts in itertools.combinations(range(len(full) + 1), len(bare)):
-        ends = [start + len(ids) for start, ids in zip(starts, bare, strict=True)]
-        if (not pair or ends[0] <= starts[1]) and all(
-            full[start:end] == ids for start, end, ids in zip(starts, ends, bare, strict=True)
-        ):
-            # One type for each text, however many tokens the probes have.
-            kept = [*range(starts[0] + 1), *range(ends[0], starts[-1] + 1), *range(ends[-1], len(full))]
-            return Wrapping(
-                before=tuple(full[: starts[0]]),
-                between=tuple(full[ends[0] : starts[-1]]),
-                behind=tuple(full[ends[-1] :]),
-                types=tuple(types[place] for place in kept) if pair and types is not None else None,
-            )
-    what = "texts when it pairs them, so `pair_field` cannot be used with it"
-    if not pair:
-        what = "a text when it adds special tokens, so its documents cannot be prepared for this task"
-    raise DataError(f"The tokenizer {type(tokenizer).__name__} changes {what}. Name another as tokenizer.name.")
-
-
-def target_wrapping_of(tokenizer: PreTrainedTokenizerBase) -> Wrapping:
-    """Finds what the tokenizer puts before and behind a target, and adds the end of text if that is not there.
-
-    Raises:
-        DataError: If it has none, or does something else to the text as well.
-    """
-    wrapping, end = wrapping_of(tokenizer, target=True), tokenizer.eos_token_id
-    if end is None:
-        raise DataError(
-            f"The tokenizer {type(tokenizer).__name__} has no end-of-text token, so that no target would end, nor what "
-            "is generated. Name another as tokenizer.name, or give this one an eos_token."
-        )
-    return wrapping if end in wrapping.behind else wrapping._replace(behind=(*wrapping.behind, end))
-
-
-def truncate_pair(first: int, second: int, room: int) -> tuple[int, int]:
-    """Returns how many tokens of two texts stay, of which the longer loses more.
-
-    Source: `longest_first` of the tokenizers library, `truncate_encodings` in utils/truncation.rs.
-    """
-    if first + second <= room:
-        return first, second
-    short, long = min(first, second), max(first, second)
-    short, long = (short, room - short) if 2 * short <= room else (room // 2, room - room // 2)
-    return (short, long) if first <= second else (long, short)
-
-
-def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The token that fills rows. Nothing is learned from it, so any will do where there is none for it."""
-    return next((int(n) for n in (tokenizer.pad_token_id, tokenizer.eos_token_id) if n is not None), 0)
-
-
-@dataclass
-class Facts:
-    """Counts of one conversation, or of several."""
-
-    examples: int = 0
-    """Conversations that are learned from."""
-    tokens: int = 0
-    supervised: int = 0
-    """Tokens that are targets."""
-    ended: int = 0
-    """Examples whose last supervised token ends an answer: a special token."""
-    answers: int = 0
-    """Answers that are to be learned."""
-    cut: int = 0
-    """Conversations that lost turns or their end."""
-    answers_cut: int = 0
-    """Answers that lost their end, or all."""
-    too_long: int = 0
-    """Conversations left out because they are too long."""
-    unsupervised: int = 0
-    """Conversations left out because there is nothing to learn from."""
-    refused: int = 0
-    """Conversations that the template refuses."""
-    tools_dropped: int = 0
-    """Conversations whose tools the template does not write."""
-    shared: int = 0
-    """Answers that begin inside a token of what comes before."""
-    unwritten: dict[str, int] = field(default_factory=dict)
-    """Conversations with other fields of which the template does not write all, by field."""
-
-    def add(self, other: "Facts") -> None:
-        """Adds another's counts."""
-        for name, value in vars(other).items():
-            mine = getattr(self, name)
-            setattr(self, name, dict(Counter(mine) + Counter(value)) if isinstance(value, dict) else mine + value)
-
-
-@dataclass(frozen=True)
-class Example:
-    """A conversation as it is learned from."""
-
-    ids: npt.NDArray[np.uint32]
-    """(N,) for N tokens; empty if it is left out."""
-    mask: Mask
-    """(N,): which tokens are targets."""
-    facts: Facts
-    end: int | None = None
-    """The special token that ends its last answer, if it is learned."""
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """Some documents as tokens."""
-
-    lengths: npt.NDArray[np.uint32]
-    numbers: npt.NDArray[np.uint32]
-    """Tokens of all, in a row."""
-    examples: list[Example] | None = None
-    """The same with masks and facts, for conversations."""
-    firsts: npt.NDArray[np.uint32] | None = None
-    """Number of tokens of the first text of each pair."""
-    words: npt.NDArray[np.int32] | None = None
-    """Number of the word that begins at each token, within its document; -1 where none does. None without words."""
-
-
 class Encoder:
-    """Turns texts into tokens with one tokenizer, without special tokens."""
+    """Turns texts into tokens with one tokenizer, without special tokens but those around documents."""
 
     def __init__(
         self,
         tokenizer: Any,
-        learned: Learned = "tokens",
+        encode: "Callable[[Encoder, list[str]], Encoded] | None" = None,
         *,
         num_workers: int | None,
-        pairs: bool = False,
+        paired: bool = False,
+        around: tuple[int | None, int | None] = (None, None),
     ) -> None:
-        """Takes a transformers tokenizer, and a number of threads; None for one a core.
+        """Takes a transformers tokenizer, of which a slow one works in one thread, and a number of threads.
 
-        A tokenizer without a fast backend is slow but works, in one thread. Of pairs, each is the JSON of two texts,
-        of which the second may be a target; where words have tags, of these.
+        Args:
+            encode: Tokens of some texts; left out, of each text, or pair of texts.
+            num_workers: None for one a core.
+            paired: Whether texts are pairs.
+            around: Tokens before and behind each document.
         """
-        self._tokenizer, self._pairs, self._learned = tokenizer, pairs, learned
+        self._tokenizer, self._around = tokenizer, around
+        self._encode = encode or (Encoder.encode_pairs if paired else Encoder.encode_texts)
         self._num_workers = num_workers or cores()
 
     @cached_property
@@ -353,31 +209,38 @@ class Encoder:
         return None
 
     def encode(self, texts: Sequence[bytes]) -> Encoded:
-        """Tokens of some UTF-8 texts."""
-        decoded = [text.decode() for text in texts]
-        if self._pairs:
-            decoded = [segment for text in decoded for segment in (json.loads(text) if text else ("", ""))]
-        if self._learned == "tags":
-            return self._encode_words([json.loads(text) if text else [] for text in decoded])
+        """Tokens of some documents in UTF-8."""
+        return self._encode(self, [text.decode() for text in texts])
+
+    def encode_texts(self, texts: Sequence[str], *, targets: bool = False) -> Encoded:
+        """Tokens of some texts.
+
+        Args:
+            targets: Every second text is a target, for which some tokenizers have a vocabulary of its own (Marian).
+        """
         if self._fast is None:
             options = {"add_special_tokens": False, "split_special_tokens": True}
             lists = [
-                # Marian has a vocabulary for each side.
                 self._tokenizer(text_target=text, **options)["input_ids"]
-                if self._pairs and self._learned == "target" and number % 2
+                if targets and number % 2
                 else self._tokenizer.encode(text, **options)
-                for number, text in enumerate(decoded)
+                for number, text in enumerate(texts)
             ]
         else:
-            lists = [encoding.ids for encoding in self._fast.encode_batch_fast(decoded, add_special_tokens=False)]
-        lengths = np.array([len(ids) for ids in lists], np.uint32)
-        numbers = np.fromiter(itertools.chain.from_iterable(lists), np.uint32, int(lengths.sum()))
-        if self._pairs:
-            return Encoded(lengths[::2] + lengths[1::2], numbers, firsts=lengths[::2])
-        return Encoded(lengths, numbers)
+            lists = [encoding.ids for encoding in self._fast.encode_batch_fast(texts, add_special_tokens=False)]
+        before, behind = ([] if token is None else [token] for token in self._around)
+        if before or behind:
+            lists = [[*before, *ids, *behind] if ids else ids for ids in lists]
+        return Encoded(*_joined(lists), {})
 
-    def _encode_words(self, documents: Sequence[Sequence[str]]) -> Encoded:
-        """Tokens of words with a space between them, as whoever opens the model tokenizes texts.
+    def encode_pairs(self, texts: Sequence[str], *, targets: bool = False) -> Encoded:
+        """Tokens of pairs, each the JSON of two texts; of the first text of each there are `firsts`."""
+        both = self.encode_texts([one for text in texts for one in json.loads(text or '["", ""]')], targets=targets)
+        first, second = both.lengths[::2], both.lengths[1::2]
+        return Encoded(first + second, both.numbers, {"firsts": first})
+
+    def encode_words(self, texts: Sequence[str]) -> Encoded:
+        """Tokens of words, of which each text is the JSON, with a space between them: as models are given texts.
 
         Words that are tokenized one by one would lose their spaces in the byte-level tokens of GPT-2 and Llama.
 
@@ -389,11 +252,10 @@ class Encoder:
                 f"The tokenizer {type(self._tokenizer).__name__} has no fast form (tokenizer.json), and no other says "
                 "which word a token belongs to, so words cannot be tagged with it. Name another as tokenizer.name."
             )
+        documents = [json.loads(text or "[]") for text in texts]
         encodings = self._fast.encode_batch([" ".join(words) for words in documents], add_special_tokens=False)
-        lengths = np.array([len(encoding.ids) for encoding in encodings], np.uint32)
-        numbers = np.fromiter(itertools.chain.from_iterable(e.ids for e in encodings), np.uint32, int(lengths.sum()))
         begun = [_first_tokens(words, encoding.offsets) for words, encoding in zip(documents, encodings, strict=True)]
-        return Encoded(lengths, numbers, words=np.concatenate(begun))
+        return Encoded(*_joined([encoding.ids for encoding in encodings]), {}, words=np.concatenate(begun))
 
     def encode_all(self, batches: Iterable[Sequence[Chosen]]) -> Iterator[tuple[Sequence[Chosen], Encoded]]:
         """Encodes batches lazily and returns each with its tokens, in order whatever the number of threads."""
@@ -411,6 +273,12 @@ class Encoder:
                 yield done, future.result()
         finally:
             threads.shutdown(cancel_futures=True)
+
+
+def _joined(lists: Sequence[Sequence[int]]) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
+    """The lengths of some lists, and what they hold in a row."""
+    lengths = np.array([len(ids) for ids in lists], np.uint32)
+    return lengths, np.fromiter(itertools.chain.from_iterable(lists), np.uint32, int(lengths.sum()))
 
 
 def _first_tokens(words: Sequence[str], offsets: Sequence[tuple[int, int]]) -> npt.NDArray[np.int32]:

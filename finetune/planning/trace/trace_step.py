@@ -219,22 +219,16 @@ def _rows(tracker: MemoryTracker, rows: dict[str, Any], count: int) -> Iterator[
 
 def meta_batch(recipe: Recipe) -> dict[str, torch.Tensor]:
     """Returns a micro-batch on the meta device. For a custom task its data is made, for it may be of any shape."""
-    rows, length = recipe.batch.rows, recipe.data.sequence_length
     task = find_task(recipe)
-    if not (task.head is not None and (task.head.next_token or task.labelled or task.paired)):
+    if task.head is None or task.rows.shapes is None:
         train = task.build_data(recipe, True).train
         if train is None:
             raise RecipeError("the task has no training rows to take shapes from")
-        return {name: value.to("meta") for name, value in train.batch(np.arange(rows) % len(train)).items()}
-    names = ["input_ids", "targets"]
-    if task.labelled or task.paired:
-        names.append("attention_mask")
-    elif recipe.data.packing == "documents":
-        names.append("position_ids")
-    batch = {name: torch.empty((rows, length), dtype=torch.long, device="meta") for name in names}
-    if task.labelled and not task.tagged:
-        batch["targets"] = batch["targets"][:, 0]
-    return batch
+        return {
+            name: value.to("meta") for name, value in train.batch(np.arange(recipe.batch.rows) % len(train)).items()
+        }
+    shapes = task.rows.shapes(recipe)
+    return {name: torch.empty(shape, dtype=torch.long, device="meta") for name, shape in shapes.items()}
 
 
 def _dropout_as_on_gpus() -> None:

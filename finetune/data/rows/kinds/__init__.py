@@ -1,0 +1,1 @@
+"""Kinds of rows, one module each."""

@@ -1,0 +1,92 @@
+"""Documents of text, or conversations, of which each token is learned or those of answers."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from finetune.config.recipe import TEXT_METRICS
+from finetune.config.recipe_schema import DataSection, Recipe
+from finetune.data.rows import packed_rows
+from finetune.data.rows.kinds.row_kind import Arrays, Example, Numbers, RowKind, TokenRows
+from finetune.data.rows.packed_rows import IGNORED, PackedRows, ranges, round_up
+from finetune.data.tokenization.memmap import Int64s
+
+
+def _pack(columns: Mapping[str, Any], data: DataSection, room: Sequence[int]) -> PackedRows:
+    offsets = columns["offsets"]
+    if data.packing == "wrapped":
+        keep = data.remainder == "keep"
+        return packed_rows.wrap_stream(int(offsets[-1]), data.sequence_length, keep_remainder=keep)
+    pack = packed_rows.pad_documents if data.packing == "padded" else packed_rows.pack_documents
+    return pack(offsets, data.sequence_length, data.long_documents)
+
+
+def _count(columns: Mapping[str, Any], packed: PackedRows) -> tuple[Int64s | None, int]:
+    return (columns["mask"].counts(packed.starts, packed.lengths) if "mask" in columns else None), 0
+
+
+def _batch(rows: TokenRows, numbers: Numbers) -> Arrays:
+    """Reads rows.
+
+    Returns:
+        `input_ids` and `targets`, both (B, T) or (B, L) int64: the target is the token that follows the input, -100
+        where there is none or it is not learned. Where documents share rows also `position_ids`, which restart at each
+        document and at the padding, and `cu_seqlens`: where they do in the batch read row by row, and its end, (D + 1,)
+        int32 for D documents. There is no attention mask: it would make models look across documents.
+    """
+    packed, widths = rows.packed, rows.widths[numbers]
+    width = rows.row_length
+    if rows.packing == "padded":
+        width = min(width, round_up(int(widths.max(initial=1))))
+    # All pairs of the batch at once: a Python step for each document would cost more than the reading.
+    first = packed.row_starts[numbers]
+    segments = ranges(first, packed.row_starts[numbers + 1] - first)
+    lengths = packed.lengths[segments]
+    within = ranges(np.full_like(lengths, 0), lengths)
+    source = np.repeat(packed.starts[segments], lengths) + within
+    destination = ranges(np.arange(numbers.size, dtype=np.int64) * width, widths)
+    inputs = np.full(numbers.size * width, rows.padding_id, np.int64)
+    targets = np.full(numbers.size * width, IGNORED, np.int64)
+    inputs[destination] = rows.tokens[source]
+    targets[destination] = rows.tokens[source + 1]
+    if "mask" in rows.columns:
+        targets[destination[~rows.columns["mask"][source + 1]]] = IGNORED
+    batch = {"input_ids": inputs, "targets": targets}
+    if rows.packing == "documents":
+        batch["position_ids"] = (np.arange(width) - widths[:, None]).ravel()
+        batch["position_ids"][destination] = within
+    arrays: Arrays = {name: values.reshape(numbers.size, width) for name, values in batch.items()}
+    if rows.packing == "documents":
+        ends = np.append(np.flatnonzero(batch["position_ids"] == 0), numbers.size * width)
+        arrays["cu_seqlens"] = ends.astype(np.int32)
+    return arrays
+
+
+def _shapes(recipe: Recipe) -> dict[str, tuple[int, ...]]:
+    names = ["input_ids", "targets"] + ["position_ids"] * (recipe.data.packing == "documents")
+    return dict.fromkeys(names, (recipe.batch.rows, recipe.data.sequence_length))
+
+
+def _examples(rows: TokenRows, row: int, names: Sequence[str]) -> Iterator[Example]:
+    batch, begin = {name: values[0] for name, values in _batch(rows, np.array([row])).items()}, 0
+    for segment in range(int(rows.packed.row_starts[row]), int(rows.packed.row_starts[row + 1])):
+        start, length = int(rows.packed.starts[segment]), int(rows.packed.lengths[segment])
+        ids = np.append(batch["input_ids"][begin : begin + length], rows.tokens[start + length])
+        yield Example(ids, np.append(False, batch["targets"][begin : begin + length] != IGNORED))
+        begin += length
+
+
+KIND = RowKind(
+    writes_text=True,
+    takes_pairs=False,
+    metrics=TEXT_METRICS,
+    figures=("perplexity",),
+    of_tokens={"mask": "bool"},
+    pack=_pack,
+    count=_count,
+    targets=lambda rows: rows.widths,
+    batch=_batch,
+    shapes=_shapes,
+    examples=_examples,
+)
