@@ -17,7 +17,7 @@ from finetune.data import data_report
 from finetune.data.chat.chat_encoder import ChatEncoder
 from finetune.data.chat.chat_templates import find_template
 from finetune.data.class_labels import ClassList, KnownClasses
-from finetune.data.prepared_cache import Cache, Entry, NotPreparedError
+from finetune.data.prepared_cache import Cache, NotPreparedError
 from finetune.data.progress_bar import documents_bar
 from finetune.data.rows import packed_rows
 from finetune.data.rows.kinds import documents
@@ -98,7 +98,10 @@ class _Side:
     """Of the token folder."""
     name: str
     file: token_files.TokenFile
-    packed: Entry
+    made: dict[str, Any]
+    """What was made of its documents."""
+    rows: TokenRows
+    """Its rows, before what is learned of documents is known."""
     digest: str
 
 
@@ -154,8 +157,9 @@ def prepare_data(
         given = [*([known] if known is not None else []), *of_data]
         places = label_places(first.corpora)
         classes = ClassList.of(first.facts["labels"], recipe.task.num_labels, given, places)
-    rows = {name: _rows(request, reader, side, classes) for name, side in sides.items()}
-    for name in rows:
+    rows = {}
+    for name, side in sides.items():
+        rows[name] = replace(side.rows, values=kind.values(side.file.columns, side.facts["labels"], classes))
         # What is held out may be too little.
         if len(rows[name]) == 0 and (name == "train" or data.validation):
             raise DataError(f"data.{name}: its documents fill no row of {_no_row(request)}")
@@ -426,29 +430,26 @@ def _pack(
         return packed_rows.save_rows(packed, folder, *kind.count(file.columns, packed))
 
     digest = digest_of(key)
-    return _Side(corpora, facts, side, file, request.cache.entry(f"rows-{digest}", build), digest)
-
-
-def _rows(request: _Request, reader: _Reader, side: _Side, classes: ClassList | None) -> TokenRows:
-    targets = side.packed.folder / packed_rows.ROW_TARGETS
-    return TokenRows(
-        kind=request.kind,
-        tokens=side.file.tokens,
-        packed=packed_rows.load_rows(side.packed.folder),
-        columns=side.file.columns,
-        row_length=request.recipe.data.sequence_length,
+    entry = request.cache.entry(f"rows-{digest}", build)
+    targets = entry.folder / packed_rows.ROW_TARGETS
+    rows = TokenRows(
+        kind=kind,
+        tokens=file.tokens,
+        packed=packed_rows.load_rows(entry.folder),
+        columns=file.columns,
+        row_length=length,
         padding_id=special_tokens.padding_id(reader.tokenizer),
-        packing=request.recipe.data.packing,
-        around=reader.texts_around,
-        values=request.kind.values(side.file.columns, side.facts["labels"], classes),
+        packing=data.packing,
+        around=around,
         stored_targets=map_array(targets) if targets.exists() else None,
     )
+    return _Side(corpora, facts, side, file, entry.facts, rows, digest)
 
 
 def _report(
     request: _Request, reader: _Reader, side: _Side, rows: TokenRows, classes: ClassList | None, train: _Side | None
 ) -> data_report.SplitReport:
-    kind, counts, made = request.kind, side.facts[side.name], side.packed.facts
+    kind, counts, made = request.kind, side.facts[side.name], side.made
     overlap = 0
     if train is not None and train.facts is not side.facts:
         overlap = int(np.isin(side.file.digests, train.file.digests).sum())

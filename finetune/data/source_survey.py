@@ -14,7 +14,7 @@ from finetune.data.class_labels import KnownClasses
 from finetune.data.rows.kinds import classes
 from finetune.data.rows.kinds import documents as texts_kind
 from finetune.data.sources.column_names import guess_chat_fields, guess_field
-from finetune.data.sources.conversation_formats import AS_IT_IS, RecordForm, Tolerance, find_format
+from finetune.data.sources.conversation_formats import AS_IT_IS, RecordForm, find_format
 from finetune.data.sources.corpus import open_source
 from finetune.data.tokenization.tokenizer import Encoder, load_tokenizer
 from finetune.utils.errors import DataError
@@ -98,19 +98,14 @@ def survey_source(path: str, kind: Kind | None = None, given: Mapping[str, Any] 
     Raises:
         DataError: If it cannot be read as that, or as anything.
     """
-    raw = RecordForm(
-        AS_IT_IS, (given or {}).get("fields", {}), {}, "text", strip=True, tolerance=Tolerance(lenient=False)
-    )
+    raw = RecordForm(AS_IT_IS, (given or {}).get("fields", {}))
     split = {"split": given["split"]} if given and "split" in given else {}
     first = [*itertools.islice(open_source(Source(path=path, **split), form=raw).documents(), _LOOKED_AT)]
     if not first:
         raise DataError(f"{path} holds no documents. Name a file with some.")
     record_kind, keys = _describe([json.loads(document.text) for document in first], kind, given or {}, first[0].where)
     keys |= split
-    tolerance = Tolerance(lenient=False)
-    form = None
-    if record_kind == "conversations":
-        form = RecordForm("auto", keys.get("fields", {}), {}, "text", strip=True, tolerance=tolerance)
+    form = RecordForm("auto", keys.get("fields", {})) if record_kind == "conversations" else None
     rows, source = classes.KIND if record_kind == "labelled" else texts_kind.KIND, Source(path=path, **keys)
     corpus = open_source(source, rows.fields(source, form=form, source=_SOURCE))
     documents = corpus.documents()
@@ -221,14 +216,7 @@ def token_lengths(survey: SourceSurvey, recipe: Recipe) -> list[int]:
         lengths = Encoder(tokenizer, num_workers=None).encode([text.encode() for text in survey.texts]).lengths
         return [int(length) + 2 for length in lengths]
     template = find_template(tokenizer, recipe.chat.template, recipe.chat.template_args)
-    encoder = ChatEncoder(
-        tokenizer,
-        template,
-        recipe.chat,
-        row_length=1 << 30,
-        around=(None, None),
-        tolerance=Tolerance(lenient=False),
-    )
+    encoder = ChatEncoder(tokenizer, template, recipe.chat, row_length=1 << 30)
     where = f"{survey.path}, conversation"
     return [encoder.encode(text.encode(), f"{where} {n}").ids.size for n, text in enumerate(survey.texts, start=1)]
 

@@ -40,15 +40,15 @@ class ChatEncoder:
         section: ChatSection,
         *,
         row_length: int,
-        around: tuple[int | None, int | None],
-        tolerance: Tolerance,
+        around: tuple[int | None, int | None] = (None, None),
+        tolerance: Tolerance | None = None,
     ) -> None:
         """Takes what the recipe says.
 
         Args:
             row_length: T; a conversation has at most one token more.
             around: Tokens before and behind documents that are plain text.
-            tolerance: The way to treat conversations that the template refuses.
+            tolerance: The way to treat conversations that the template refuses; left out, none is left out.
 
         Raises:
             DataError: If the tokenizer has no fast backend.
@@ -60,7 +60,7 @@ class ChatEncoder:
                 "lie, and so not which of them are answers. Name a tokenizer with a tokenizer.json as tokenizer.name."
             )
         self._tokenizer, self._template, self._section = tokenizer, template, section
-        self._row_length, self._around, self._tolerance = row_length, around, tolerance
+        self._row_length, self._around, self._tolerance = row_length, around, tolerance or Tolerance()
         definition = backend.to_str()
         self._literal = open_tokenizer(definition)
         self._fast = open_tokenizer(definition)

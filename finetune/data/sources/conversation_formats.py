@@ -77,7 +77,7 @@ class InvalidConversation(DataError):
 class Tolerance:
     """The way to treat broken conversations."""
 
-    lenient: bool
+    lenient: bool = False
     """True if they are left out."""
     counts: Counter[str] = field(default_factory=Counter)
     """Number of those that were left out, by kind."""
@@ -129,14 +129,14 @@ class RecordForm:
 
     format: str
     """A format, or `auto`."""
-    fields: Mapping[str, str]
+    fields: Mapping[str, str] = field(default_factory=dict)
     """Paths of fields that are not where the format has them."""
-    roles: Mapping[str, str]
+    roles: Mapping[str, str] = field(default_factory=dict)
     """More names of speakers."""
-    text_field: str
-    strip: bool
+    text_field: str = "text"
+    strip: bool = True
     """True if white space around documents of plain text goes."""
-    tolerance: Tolerance
+    tolerance: Tolerance = field(default_factory=Tolerance)
     source: str = ""
     """Key of the recipe's source, such as `data.train.0`, for error messages; empty where it is not known."""
     detected: str = ""

@@ -34,6 +34,7 @@ from finetune.utils.errors import DataError
 
 FORMAT_VERSION = 5
 TRAIN, HELD_OUT = "train", "held_out"
+Arrays = dict[str, npt.NDArray[Any]]
 SHARD_BYTES = 1 << 25
 """Text that a killed build tokenises again at most."""
 
@@ -101,9 +102,9 @@ def write_tokens(
     Raises:
         DataError: If a document cannot be read, or there is none.
     """
-    dtype = np.dtype(np.uint16 if num_ids <= 1 << 16 else np.uint32)
+    dtype = "uint16" if num_ids <= 1 << 16 else "uint32"
     as_json = any(corpus.fields.as_json for corpus in corpora)
-    sides = {side: SplitWriter(folder, side, dtype, columns, restore, as_json) for side in (TRAIN, HELD_OUT)}
+    sides = {side: SplitWriter(folder / side, dtype, columns, restore, as_json) for side in (TRAIN, HELD_OUT)}
     shards = Shards(folder, corpora, sides, tolerance, bar)
     labels = shards.labels
     for number, corpus in enumerate(corpora):
@@ -132,20 +133,16 @@ def write_tokens(
             f"There are no documents in {names}: nothing but white space, if anything. Name a source that holds text."
         )
     shards.clear()
-    return {"dtype": dtype.name, "labels": list(labels), **counts}
+    return {"dtype": dtype, "labels": list(labels), **counts}
 
 
-def _columns(
-    batch: Sequence[Chosen], encoded: Encoded, labels: dict[int | str | float, int]
-) -> dict[str, npt.NDArray[Any]]:
+def _columns(batch: Sequence[Chosen], encoded: Encoded, labels: dict[int | str | float, int]) -> Arrays:
     """Returns columns of a batch by their names; adds new labels to those that are known."""
     told = [item.document.labels for item in batch]
     codes = [labels.setdefault(label, len(labels)) for label in itertools.chain(*told)]
-    columns = {
-        **encoded.columns,
-        "digests": np.array([item.digest for item in batch], np.uint64),
-        "copies": np.array([item.copies for item in batch], np.uint32),
-    }
+    columns = {"tokens": encoded.numbers, "lengths": encoded.lengths, **encoded.columns}
+    columns["digests"] = np.array([item.digest for item in batch], np.uint64)
+    columns["copies"] = np.array([item.copies for item in batch], np.uint32)
     if encoded.words is not None:
         counts = np.array([len(of_words) for of_words in told])
         before = np.repeat(np.cumsum(counts) - counts, encoded.lengths)
@@ -159,28 +156,21 @@ def _columns(
 class SplitWriter:
     """Writes one side of the split. What is held in memory does not grow with the documents."""
 
-    def __init__(
-        self,
-        folder: Path,
-        name: str,
-        dtype: np.dtype[Any],
-        columns: Columns,
-        restore: Callable[[str], str],
-        as_json: bool,
-    ) -> None:
-        """Opens the files of a side in `folder`, or creates them.
+    def __init__(self, stem: Path, dtype: str, columns: Columns, restore: Callable[[str], str], as_json: bool) -> None:
+        """Opens the files of a side, or creates them.
 
         Args:
+            stem: Beginning of their paths.
             restore: Turns a text into tokens and back.
             as_json: Whether texts are kept as JSON; see `Fields`.
         """
-        self._stem = folder / name
+        self._stem = stem
         self._restore, self._as_json = restore, as_json
         self._of_tokens = {"tokens", *columns.of_tokens}
-        dtypes: dict[str, npt.DTypeLike] = {"tokens": dtype, **_OF_ALL, **columns.of_documents, **columns.of_tokens}
+        dtypes = {"tokens": dtype, **_OF_ALL, **columns.of_documents, **columns.of_tokens}
         # A byte for each bool, until all are there.
-        names = {column: f"{name}.{column}{'.bytes' * (kind == 'bool')}" for column, kind in dtypes.items()}
-        self._files = {column: GrowingArray(folder / names[column], kind) for column, kind in dtypes.items()}
+        paths = {name: Path(f"{stem}.{name}{'.bytes' * (kind == 'bool')}") for name, kind in dtypes.items()}
+        self._files = {name: GrowingArray(paths[name], kind) for name, kind in dtypes.items()}
         self._tokens, self._lengths = self._files["tokens"], self._files["lengths"]
         self.facts = Facts()
         self._issues = Issues()
@@ -216,17 +206,11 @@ class SplitWriter:
         self._first_copy = len(self._files["copies"])
         self._sources.append({"number": len(self._sources), "documents": 0, "tokens": 0, "format": "", "unread": []})
 
-    def add(
-        self,
-        batch: Sequence[Chosen],
-        encoded: Encoded,
-        columns: Mapping[str, npt.NDArray[Any]],
-        here: npt.NDArray[np.bool_],
-    ) -> None:
+    def add(self, batch: Sequence[Chosen], encoded: Encoded, columns: Arrays, here: npt.NDArray[np.bool_]) -> None:
         """Appends documents of a batch; those without a token are only counted.
 
         Args:
-            columns: What is known of the batch beside tokens and lengths, by name.
+            columns: All of the batch that is stored, by name.
             here: The documents that are of this side, (documents,).
         """
         for facts in itertools.compress(encoded.facts, here):
@@ -238,8 +222,6 @@ class SplitWriter:
         of_tokens = np.repeat(kept, encoded.lengths)
         for name, values in columns.items():
             self._files[name].append(values[of_tokens if name in self._of_tokens else kept])
-        self._tokens.append(encoded.numbers[of_tokens])
-        self._lengths.append(encoded.lengths[kept])
 
     def repeat(self, form: RecordForm | None) -> None:
         """Appends the copies of the source's documents: a whole pass after the first, never side by side.
@@ -250,15 +232,14 @@ class SplitWriter:
         copies = self._files["copies"].view()[self._first_copy :]
         for number in range(1, int(copies.max(initial=1))):
             documents, offsets = self._first + np.flatnonzero(copies > number), self._offsets()
-            there = {
-                name: file.view() for name, file in self._files.items() if len(file) and name not in _OF_FIRST_COPIES
-            }
+            stored = {name: file for name, file in self._files.items() if len(file) and name not in _OF_FIRST_COPIES}
+            there = {name: file.view() for name, file in stored.items()}
             cuts = np.flatnonzero(np.diff(np.cumsum(there["lengths"][documents]) // _COPY_TOKENS)) + 1
             for some in np.split(documents, cuts):
                 pieces = [slice(offsets[i], offsets[i + 1]) for i in some.tolist()]
                 for name, values in there.items():
                     whole = name in self._of_tokens
-                    self._files[name].append(np.concatenate([values[p] for p in pieces]) if whole else values[some])
+                    stored[name].append(np.concatenate([values[p] for p in pieces]) if whole else values[some])
         source = self._sources[-1]
         source |= {"documents": len(self._lengths) - self._first, "tokens": len(self._tokens) - self._first_token}
         if form is not None:
