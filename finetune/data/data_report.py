@@ -129,10 +129,11 @@ class SplitReport:
 
     def left_out(self) -> dict[str, int]:
         """Counts of documents that have no row, by words for them."""
+        chat = self.chat or Facts()
         counts = {
             "documents without text": self.empty,
-            "documents that are too long": self.dropped + (self.chat.too_long if self.chat is not None else 0),
-            "conversations without anything to learn": self.chat.unsupervised if self.chat is not None else 0,
+            "documents that are too long": self.dropped + chat.too_long,
+            "conversations without anything to learn": chat.unsupervised,
             "broken conversations": sum(self.broken.values()),
         }
         return {what: count for what, count in counts.items() if count}
@@ -218,20 +219,18 @@ class DataReport:
 
 def _notes(split: SplitReport) -> dict[str, int]:
     """Counts of what was found in the documents, by words for it."""
+    chat = split.chat or Facts()
     notes = {
         **{what: getattr(split, key) for key, what in COUNTED.items()},
         **{f"conversations left out ({kind})": count for kind, count in split.broken.items()},
+        "conversations left out (nothing to learn)": chat.unsupervised,
+        "conversations left out as too long": chat.too_long,
+        "conversations cut": chat.cut,
+        "answers cut": chat.answers_cut,
+        "conversations without their tools": chat.tools_dropped,
+        "answers that begin inside a token of the prompt": chat.shared,
+        **{f"conversations with `{name}` unwritten": count for name, count in chat.unwritten.items()},
     }
-    if (chat := split.chat) is not None:
-        notes |= {
-            "conversations left out (nothing to learn)": chat.unsupervised,
-            "conversations left out as too long": chat.too_long,
-            "conversations cut": chat.cut,
-            "answers cut": chat.answers_cut,
-            "conversations without their tools": chat.tools_dropped,
-            "answers that begin inside a token of the prompt": chat.shared,
-            **{f"conversations with `{name}` unwritten": count for name, count in chat.unwritten.items()},
-        }
     return {what: count for what, count in notes.items() if count}
 
 
@@ -286,29 +285,22 @@ def check_bounds(report: DataReport, bounds: ChecksSection, *, labelled: bool = 
 
 
 def _problems(split: SplitReport, bounds: ChecksSection, labelled: bool, too_long_advice: str) -> Iterator[str]:
-    chat, left_out = split.chat, split.left_out()
-    broken = sum(split.broken.values())
-    read = broken + split.documents
-    too_long, unsupervised = split.truncated + split.dropped, 0
-    if chat is not None:
-        too_long += chat.too_long + chat.cut
-        unsupervised = chat.unsupervised
-        read += chat.too_long + chat.unsupervised
+    chat, left_out = split.chat or Facts(), split.left_out()
+    kind, ended = ("documents", "documents") if split.chat is None else ("conversations", "examples")
+    broken, too_long = sum(split.broken.values()), split.truncated + split.dropped + chat.too_long + chat.cut
+    read = broken + split.documents + chat.too_long + chat.unsupervised
     kinds = ", ".join(f"{count} {kind}" for kind, count in split.broken.items())
     bad = f"conversations are broken ({kinds}; the first: {split.first_broken})"
+    why = ", ".join(f"{what} {count:,}" for what, count in left_out.items())
+    advice = _LEFT_OUT_ADVICE.get(max(left_out, key=left_out.__getitem__, default=""), too_long_advice)
+    lost = f"{kind} would be left out ({why}): {advice}"
+    all_left_out = sum(left_out.values())
+    could_be_read = split.documents - split.dropped + all_left_out
     most = [
         ("max_broken", bounds.max_broken, broken, read, bad),
         ("max_too_long", bounds.max_too_long, too_long, read, "documents are longer than a row"),
-        ("max_unsupervised", bounds.max_unsupervised, unsupervised, read, "conversations hold nothing to learn"),
-        (
-            "max_left_out",
-            bounds.max_left_out,
-            sum(left_out.values()),
-            split.documents - split.dropped + sum(left_out.values()),
-            f"{'documents' if chat is None else 'conversations'} would be left out "
-            f"({', '.join(f'{what} {count:,}' for what, count in left_out.items())}): "
-            f"{_LEFT_OUT_ADVICE.get(max(left_out, key=left_out.__getitem__, default=''), too_long_advice)}",
-        ),
+        ("max_unsupervised", bounds.max_unsupervised, chat.unsupervised, read, "conversations hold nothing to learn"),
+        ("max_left_out", bounds.max_left_out, all_left_out, could_be_read, lost),
         ("max_overlap", bounds.max_overlap, split.overlap, split.documents, "documents are training documents too"),
     ]
     by_kind = {
@@ -322,10 +314,10 @@ def _problems(split: SplitReport, bounds: ChecksSection, labelled: bool, too_lon
             what = f"{WORDS[finding.kind]} (the first: {finding.example})"
             most.append((*by_kind[finding.kind], finding.count, finding.of, what))
     least = []
-    if chat is not None:
+    if split.chat is not None:
         least.append(("min_supervised", bounds.min_supervised, chat.supervised_share, "of the tokens are learned"))
     if not labelled:
-        what = f"of the {'documents' if chat is None else 'examples'} end in a special token that is learned"
+        what = f"of the {ended} end in a special token that is learned"
         least.append(("min_ended", bounds.min_ended, split.ended_share, what))
     for key, bound, count, total, what in most:
         if count > exact_product(bound, total):

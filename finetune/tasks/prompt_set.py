@@ -14,7 +14,6 @@ from finetune.data.sources.conversation_formats import (
     Conversation,
     InvalidConversation,
     RecordForm,
-    Tolerance,
     find_value,
     kind_of,
     without_nulls,
@@ -42,7 +41,10 @@ class Prompt:
 
 @dataclass
 class _PromptForm(RecordForm):
-    """Reads records with a prompt and references; with a `chat` section conversations too, as training does."""
+    """Reads records with a prompt and references; with a `chat` section conversations too, as training does.
+
+    A set of prompts is whole: of other prompts, a metric is another one.
+    """
 
     chat: bool = False
     scored: bool = True
@@ -204,8 +206,6 @@ def _form_of(recipe: Recipe, source: Source, *, scored: bool) -> _PromptForm:
         roles=chat.roles if chat is not None else {},
         text_field=source.text_field,
         strip=recipe.data.strip,
-        # A set of prompts is whole: of other prompts, a metric is another one.
-        tolerance=Tolerance(lenient=False),
         chat=chat is not None,
         scored=scored,
     )
