@@ -11,8 +11,7 @@ from finetune.config.recipe_schema import Recipe, Source
 from finetune.data.chat.chat_encoder import ChatEncoder
 from finetune.data.chat.chat_templates import find_template
 from finetune.data.class_labels import KnownClasses
-from finetune.data.rows.kinds import classes
-from finetune.data.rows.kinds import documents as texts_kind
+from finetune.data.rows.kinds import classes, documents
 from finetune.data.sources.column_names import guess_chat_fields, guess_field
 from finetune.data.sources.conversation_formats import AS_IT_IS, RecordForm, find_format
 from finetune.data.sources.corpus import open_source
@@ -106,15 +105,15 @@ def survey_source(path: str, kind: Kind | None = None, given: Mapping[str, Any] 
     record_kind, keys = _describe([json.loads(document.text) for document in first], kind, given or {}, first[0].where)
     keys |= split
     form = RecordForm("auto", keys.get("fields", {})) if record_kind == "conversations" else None
-    rows, source = classes.KIND if record_kind == "labelled" else texts_kind.KIND, Source(path=path, **keys)
+    rows, source = classes.KIND if record_kind == "labelled" else documents.KIND, Source(path=path, **keys)
     corpus = open_source(source, rows.fields(source, form=form, source=_SOURCE))
-    documents = corpus.documents()
+    read = corpus.documents()
     texts: list[str] = []
     labels: Counter[int | str] = Counter()
     places: dict[type, tuple[int | str, str]] = {}
     count = 0
     # Classes are counted, so all labels are read.
-    for document in documents if record_kind == "labelled" else itertools.islice(documents, _MOST_READ):
+    for document in read if record_kind == "labelled" else itertools.islice(read, _MOST_READ):
         count += 1
         if len(texts) < _MOST_TOKENISED:
             texts.append(document.text)
@@ -124,7 +123,7 @@ def survey_source(path: str, kind: Kind | None = None, given: Mapping[str, Any] 
                 places.setdefault(type(label), (label, document.where))
     if kind is None and "label_field" not in (given or {}) and len(labels) > max(_MOST_CLASSES, count // 10):
         return survey_source(path, "text", given)
-    whole = record_kind == "labelled" or next(documents, None) is None
+    whole = record_kind == "labelled" or next(read, None) is None
     if not whole and corpus.size:
         count = max(count, round(count * corpus.size / max(1, corpus.meter.done)))
     names = corpus.fields.classes

@@ -12,7 +12,7 @@ from finetune.config.recipe import validate_recipe
 from finetune.config.recipe_schema import DataSection
 from finetune.data.prepare import prepare_data
 from finetune.data.rows import packed_rows
-from finetune.data.rows.kinds.row_kind import Arrays, Example, Numbers, RowKind, TokenRows, pad
+from finetune.data.rows.kinds.row_kind import Arrays, Numbers, RowKind, Shown, TokenRows, pad
 from finetune.data.show_examples import examples
 from finetune.data.sources.readers import Document, Fields
 from finetune.data.tokenization.encoded import Encoded
@@ -49,9 +49,9 @@ def batch(rows: TokenRows, numbers: Numbers) -> Arrays:
     return {"input_ids": pad([*sides[0], *sides[1]], rows.padding_id, rows.row_length), "margins": rows.values[numbers]}
 
 
-def shown(rows: TokenRows, row: int, names: Sequence[str]) -> Iterator[Example]:
+def shown(rows: TokenRows, row: int, names: Sequence[str]) -> Iterator[Shown]:
     chosen, rejected = batch(rows, np.array([row]))["input_ids"]
-    yield Example(chosen, np.isin(chosen, rejected, invert=True))
+    yield Shown(chosen, np.isin(chosen, rejected, invert=True))
 
 
 ANSWERS = RowKind(

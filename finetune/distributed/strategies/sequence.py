@@ -66,7 +66,7 @@ def split(batch: Mapping[str, torch.Tensor], rows: RowGroup | None) -> Mapping[s
     """Returns this rank's part of a language model's batch, whose targets are shifted already.
 
     Args:
-        batch: As `data.rows.packed_rows.TokenRows.batch` has it. Rows must divide into N parts.
+        batch: As `data.rows.kinds.documents` has it. Rows must divide into N parts.
 
     Returns:
         `input_ids`, `targets` and `position_ids`, (B, T / N); positions are those of the whole row. `cu_seqlens`, where

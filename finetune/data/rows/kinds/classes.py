@@ -10,7 +10,7 @@ from finetune.config.recipe import CLASS_METRICS
 from finetune.config.recipe_schema import DataSection, Recipe
 from finetune.data.class_labels import ClassList
 from finetune.data.rows import packed_rows
-from finetune.data.rows.kinds.row_kind import Arrays, Example, Numbers, RowKind, TokenRows, pad
+from finetune.data.rows.kinds.row_kind import Arrays, Numbers, RowKind, Shown, TokenRows, pad
 from finetune.data.rows.packed_rows import PackedRows
 from finetune.data.tokenization.memmap import Int64s
 from finetune.data.tokenization.special_tokens import truncate_pair, wrapping_of
@@ -77,10 +77,10 @@ def count_classes(classes: npt.NDArray[Any], names: Sequence[str]) -> dict[str, 
     return {"classes": dict(zip(names, counts, strict=True))}
 
 
-def _examples(rows: TokenRows, row: int, names: Sequence[str]) -> Iterator[Example]:
+def _examples(rows: TokenRows, row: int, names: Sequence[str]) -> Iterator[Shown]:
     batch = batch_texts(rows, np.array([row]))
     ids, value = batch["input_ids"][batch["attention_mask"] == 1], batch["targets"].item()
-    yield Example(ids, np.full(ids.size, False), ("class", names[value]) if names else ("number", f"{value:g}"))
+    yield Shown(ids, np.full(ids.size, False), ("class", names[value]) if names else ("number", f"{value:g}"))
 
 
 KIND = RowKind(

@@ -8,7 +8,7 @@ import numpy as np
 from finetune.config.recipe import TEXT_METRICS
 from finetune.config.recipe_schema import DataSection, Recipe
 from finetune.data.rows import packed_rows
-from finetune.data.rows.kinds.row_kind import Arrays, Example, Numbers, RowKind, TokenRows
+from finetune.data.rows.kinds.row_kind import Arrays, Numbers, RowKind, Shown, TokenRows
 from finetune.data.rows.packed_rows import IGNORED, PackedRows, ranges, round_up
 from finetune.data.tokenization.memmap import Int64s
 
@@ -68,12 +68,12 @@ def _shapes(recipe: Recipe) -> dict[str, tuple[int, ...]]:
     return dict.fromkeys(names, (recipe.batch.rows, recipe.data.sequence_length))
 
 
-def _examples(rows: TokenRows, row: int, names: Sequence[str]) -> Iterator[Example]:
+def _examples(rows: TokenRows, row: int, names: Sequence[str]) -> Iterator[Shown]:
     batch, begin = {name: values[0] for name, values in _batch(rows, np.array([row])).items()}, 0
     for segment in range(int(rows.packed.row_starts[row]), int(rows.packed.row_starts[row + 1])):
         start, length = int(rows.packed.starts[segment]), int(rows.packed.lengths[segment])
         ids = np.append(batch["input_ids"][begin : begin + length], rows.tokens[start + length])
-        yield Example(ids, np.append(False, batch["targets"][begin : begin + length] != IGNORED))
+        yield Shown(ids, np.append(False, batch["targets"][begin : begin + length] != IGNORED))
         begin += length
 
 

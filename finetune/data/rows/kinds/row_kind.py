@@ -31,7 +31,7 @@ Numbers = npt.NDArray[np.integer]
 Arrays = dict[str, npt.NDArray[Any]]
 
 
-class Example(NamedTuple):
+class Shown(NamedTuple):
     """A document of a row, to be shown."""
 
     ids: npt.NDArray[np.integer]
@@ -77,7 +77,7 @@ class RowKind(RowFacts):
     """Fields of a `SplitReport`: counts of classes, of which the names are given, or figures of numbers."""
     shown_as: str = "learned tokens are"
     """What examples mark, for people."""
-    examples: Callable[["TokenRows", int, Sequence[str]], Iterator[Example]] = _absent
+    examples: Callable[["TokenRows", int, Sequence[str]], Iterator[Shown]] = _absent
     """Documents of a row to be shown, given its number and the names of classes."""
 
     def fields(self, source: Source, /, *, labels: bool = True, **options: Any) -> Fields:

@@ -10,7 +10,7 @@ from finetune.config.recipe import TEXT_METRICS
 from finetune.config.recipe_schema import DataSection
 from finetune.data.rows import packed_rows
 from finetune.data.rows.kinds import classes
-from finetune.data.rows.kinds.row_kind import Arrays, Example, Numbers, RowKind, TokenRows, pad
+from finetune.data.rows.kinds.row_kind import Arrays, Numbers, RowKind, Shown, TokenRows, pad
 from finetune.data.rows.packed_rows import IGNORED, PackedRows
 from finetune.data.sources.readers import read_text
 from finetune.data.tokenization.special_tokens import target_wrapping_of, wrapping_of
@@ -42,10 +42,10 @@ def _batch(rows: TokenRows, numbers: Numbers) -> Arrays:
     }
 
 
-def _examples(rows: TokenRows, row: int, names: Sequence[str]) -> Iterator[Example]:
+def _examples(rows: TokenRows, row: int, names: Sequence[str]) -> Iterator[Shown]:
     batch = _batch(rows, np.array([row]))
     source, target = batch["input_ids"][batch["attention_mask"] == 1], batch["targets"][batch["targets"] != IGNORED]
-    yield Example(np.append(source, target), np.repeat([False, True], [source.size, target.size]))
+    yield Shown(np.append(source, target), np.repeat([False, True], [source.size, target.size]))
 
 
 KIND = RowKind(

@@ -10,7 +10,7 @@ import numpy as np
 from finetune.config.recipe import TAG_FIGURES
 from finetune.data.class_labels import ClassList
 from finetune.data.rows.kinds import classes
-from finetune.data.rows.kinds.row_kind import Arrays, Example, Numbers, TokenRows, pad
+from finetune.data.rows.kinds.row_kind import Arrays, Numbers, Shown, TokenRows, pad
 from finetune.data.rows.packed_rows import IGNORED, PackedRows, ranges
 from finetune.data.sources.column_names import SPANS
 from finetune.data.sources.conversation_formats import kind_of
@@ -80,11 +80,11 @@ def _report(rows: TokenRows, names: Sequence[str]) -> dict[str, Any]:
     return classes.count_classes(tags[tags != IGNORED], names)
 
 
-def _examples(rows: TokenRows, row: int, names: Sequence[str]) -> Iterator[Example]:
+def _examples(rows: TokenRows, row: int, names: Sequence[str]) -> Iterator[Shown]:
     batch = _batch(rows, np.array([row]))
     ids = batch["input_ids"][batch["attention_mask"] == 1]
     tags = batch["targets"][0, : ids.size].tolist()
-    yield Example(ids, np.array(["" if tag == IGNORED else names[tag] for tag in tags]))
+    yield Shown(ids, np.array(["" if tag == IGNORED else names[tag] for tag in tags]))
 
 
 KIND = replace(
