@@ -43,9 +43,7 @@ def read_texts(rows: TokenRows, numbers: Numbers) -> Arrays:
         if around.types is not None:
             each = [1] * len(around.before), kept, [1] * len(around.between), then, [1] * len(around.behind)
             types.append(np.repeat(around.types, np.hstack(each)).tolist())
-    batch = {"input_ids": pad(ids, rows.padding_id, rows.row_length)}
-    batch["attention_mask"] = pad([[1] * len(one) for one in ids], 0, rows.row_length)
-    return {**batch, "token_type_ids": pad(types, 0, rows.row_length)} if types else batch
+    return {**rows.pad(ids), **({"token_type_ids": pad(types, 0, rows.row_length)} if types else {})}
 
 
 def weigh(rows: TokenRows, targets: npt.NDArray[Any]) -> Arrays:

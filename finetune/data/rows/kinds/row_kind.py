@@ -143,6 +143,11 @@ class TokenRows:
         """All row numbers, those with the most tokens first."""
         return np.argsort(-self.widths, kind="stable")
 
+    def pad(self, lists: Sequence[Sequence[int]]) -> Arrays:
+        """Tokens of some texts as `input_ids` and `attention_mask`, (B, L) int64."""
+        ids, lengths = pad(lists, self.padding_id, self.row_length), np.array([len(one) for one in lists])
+        return {"input_ids": ids, "attention_mask": (np.arange(ids.shape[1]) < lengths[:, None]).astype(np.int64)}
+
     @cached_property
     def widths(self) -> Int64s:
         """Tokens of each row without those around its texts, or pairs of an input and its target: (rows,)."""

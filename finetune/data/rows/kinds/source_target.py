@@ -35,11 +35,7 @@ def _batch(rows: TokenRows, numbers: Numbers) -> Arrays:
         texts = (rows.tokens[start : start + n].tolist() for start, n in zip(starts, lengths, strict=True))
         lists.append([[*around.before, *text, *around.behind] for text in texts])
     sources, targets = lists
-    return {
-        "input_ids": pad(sources, rows.padding_id, rows.row_length),
-        "attention_mask": pad([[1] * len(one) for one in sources], 0, rows.row_length),
-        "targets": pad(targets, IGNORED, rows.row_length),
-    }
+    return {**rows.pad(sources), "targets": pad(targets, IGNORED, rows.row_length)}
 
 
 def _examples(rows: TokenRows, row: int, names: Sequence[str]) -> Iterator[Shown]:
