@@ -81,9 +81,7 @@ class _Reader:
 
     tokenizer: PreTrainedTokenizerBase
     encoder: Encoder | ChatEncoder
-    around: tuple[int | None, int | None]
-    """Tokens that go before and behind a document of plain text."""
-    texts_around: tuple[special_tokens.Wrapping, ...]
+    around: tuple[special_tokens.Wrapping, ...]
     """Tokens around each text of a row; see `RowKind.around`."""
     identity: dict[str, Any]
     """All that decides how text becomes tokens."""
@@ -337,20 +335,18 @@ def _find_reader(request: _Request, corpora: Sequence[Corpus], held_out: float) 
     """Loads the tokenizer, or trains it on some sources."""
     found, data, chat = _find_tokenizer(request, corpora, held_out), request.recipe.data, request.recipe.chat
     facts = (request.kind.around(found, request.paired), tokenizer.tokenizer_identity(found))
-    around = (found.bos_token_id if data.add_bos else None, found.eos_token_id if data.add_eos else None)
-    if facts[0]:
-        # Special tokens go around texts when a batch is built, behind any truncation.
-        around = (None, None)
+    # Where special tokens go around texts, they do when a batch is built, behind any truncation.
+    bos = found.bos_token_id if data.add_bos and not facts[0] else None
+    eos = found.eos_token_id if data.add_eos and not facts[0] else None
     if chat is None:
-        options: dict[str, Any] = {"num_workers": data.num_workers, "paired": request.paired, "around": around}
-        return _Reader(found, Encoder(found, request.kind.encode, **options), around, *facts)
+        options: dict[str, Any] = {"num_workers": data.num_workers, "paired": request.paired, "around": (bos, eos)}
+        return _Reader(found, Encoder(found, request.kind.encode, **options), *facts)
     template = find_template(found, chat.template, chat.template_args)
     if chat.template is not None:
         # What is trained is what the saved tokenizer writes.
         found.chat_template = template.text
-    options = {"row_length": data.sequence_length, "around": around, "tolerance": request.tolerance}
-    # A template writes what goes around a conversation.
-    return _Reader(found, ChatEncoder(found, template, chat, **options), (None, None), *facts)
+    options = {"row_length": data.sequence_length, "around": (bos, eos), "tolerance": request.tolerance}
+    return _Reader(found, ChatEncoder(found, template, chat, **options), *facts)
 
 
 def _tokenise(request: _Request, reader: _Reader, corpora: Sequence[Corpus], held_out: float) -> dict[str, _Side]:
@@ -378,10 +374,7 @@ def _tokenise(request: _Request, reader: _Reader, corpora: Sequence[Corpus], hel
         broken = {"broken": dict(tolerance.counts), "first_broken": tolerance.first}
         return {**counts, **broken, "places": places}
 
-    bos, eos = reader.around
-    key = {"texts": _key(request, corpora, rules), "bos": bos, "eos": eos, "tokenizer": reader.identity}
-    if isinstance(encoder, ChatEncoder):
-        key["chat"] = encoder.key(reader.identity)
+    key = {"texts": _key(request, corpora, rules), "tokenizer": reader.identity, **encoder.key(reader.identity)}
     digest = digest_of(key)
     entry = request.cache.entry(f"tokens-{digest}", build)
     facts = _in_places(places, entry.facts)
@@ -404,7 +397,7 @@ def _pack(
 ) -> _Side:
     """Makes rows of one side of a token folder, of which `tokens` is the digest."""
     data, kind = request.recipe.data, request.kind
-    around, length = reader.texts_around, data.sequence_length
+    around, length = reader.around, data.sequence_length
     rooms = [length - of_text.size for of_text in around]
     room = min(rooms, default=length)
     if room < 1:

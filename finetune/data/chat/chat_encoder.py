@@ -74,7 +74,7 @@ class ChatEncoder:
     def key(self, tokenizer: Mapping[str, Any]) -> dict[str, Any]:
         """Everything that shapes examples; takes the tokenizer's identity."""
         section = self._section
-        return {
+        key = {
             "version": FORMAT_VERSION,
             "tokenizer": tokenizer,
             "special": self._names,
@@ -82,6 +82,8 @@ class ChatEncoder:
             "variables": dict(self._template.variables),
             "rules": [getattr(section, name) for name in _SHAPING] + [self._row_length, *self._around],
         }
+        # A template writes what goes around a conversation.
+        return {"bos": None, "eos": None, "chat": key}
 
     def encode_all(self, batches: Iterable[Sequence[Chosen]]) -> Iterator[tuple[Sequence[Chosen], Encoded]]:
         """Encodes batches lazily, in order.

@@ -8,7 +8,7 @@ import itertools
 import json
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -207,6 +207,10 @@ class Encoder:
             with contextlib.suppress(Exception):  # parts that are written in Python cannot be copied
                 return open_tokenizer(backend.to_str())
         return None
+
+    def key(self, tokenizer: Mapping[str, Any]) -> dict[str, Any]:
+        """Everything beside the tokenizer, of which it takes the identity, that shapes tokens."""
+        return dict(zip(("bos", "eos"), self._around, strict=True))
 
     def encode(self, texts: Sequence[bytes]) -> Encoded:
         """Tokens of some documents in UTF-8."""
