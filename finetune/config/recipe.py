@@ -434,7 +434,8 @@ def task_conflicts(recipe: Recipe, rows: RowFacts) -> Iterable[str]:
         if recipe.data.packing != "padded":
             yield f"data.packing: {name} reads one {'pair' if rows.reads_source else 'document'} a row; set `padded`"
         if recipe.chat is not None:
-            yield f"chat: {name} reads no conversations; remove the section"
+            who = "a classifier" if rows.labels else name
+            yield f"chat: {who} reads no conversations; remove the section"
     if rows.labels and recipe.sample is not None:
         yield "sample: a classifier writes no text; remove the section"
     sides = {"train": recipe.data.train, "validation": recipe.data.validation}

@@ -416,7 +416,7 @@ def test_no_template(folder: Path, tmp_path: Path) -> None:
     [
         ({"data": {"packing": "wrapped"}}, "`wrapped` cuts through conversations"),
         ({"data": {"lowercase": True}}, "data.lowercase: conversations are read as they are written"),
-        ({"task": {"name": "sequence_classification"}}, "chat: sequence_classification reads no conversations"),
+        ({"task": {"name": "sequence_classification"}}, "a classifier reads no conversations"),
         ({"chat": None, "data": {"train": [{"sample": 3, "format": "alpaca"}]}}, "add `chat: {}`"),
         ({"chat": {"roles": {"x": "narrator"}}}, "'system', 'user', 'assistant' or 'tool', got \"narrator\""),
     ],

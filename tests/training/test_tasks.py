@@ -115,7 +115,7 @@ def test_outside_the_package_it_is_planned_the_same(
     [
         ({"data": {"train": [{"sample": 3}]}}, "data.packing: .*my_classifier.py.* reads one document a row; set `pad"),
         ({"sample": {"prompt": "Once"}}, "sample: a classifier writes no text"),
-        ({"chat": {"template": "plain"}}, "chat: .* reads no conversations"),
+        ({"chat": {"template": "plain"}}, "chat: a classifier reads no conversations"),
         ({"eval": {"metrics": ["f1_macro"], "prompts": [{"sample": 2}]}}, "eval.prompts: a classifier writes no text"),
         ({"model": {}}, "model: give `name`"),
     ],
