@@ -1,5 +1,6 @@
 """`run.json`, and what else every reader of a run directory has to know of its files. No torch here."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,8 @@ _SHAPE: json_files.Shape = {
     **dict.fromkeys(("identity", "data", "launch", "runs", "versions"), dict),
     **dict.fromkeys(("base", "memory", "peak_memory", "kernels", "gradients"), _OBJECT),
 }
+FIGURE_NAME = re.compile("[A-Za-z0-9_/-]{1,64}")
+"""Names that terms of the loss, and figures that are recorded, may have."""
 STEP_NUMBERS = ("loss", "lr", "grad_norm", "tokens", "tokens_per_s", "step_s", "time")
 """Keys of a line of metrics whose values are numbers, or null if they are not finite."""
 _STEP: json_files.Shape = {"step": int, **dict.fromkeys((*STEP_NUMBERS, "validation_loss"), _NUMBER)}

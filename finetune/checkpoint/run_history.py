@@ -22,6 +22,7 @@ import psutil
 from finetune.checkpoint.best_evaluation import BestEvaluation
 from finetune.checkpoint.checkpoint_store import open_store, step_of
 from finetune.checkpoint.run_facts import (
+    FIGURE_NAME,
     INCIDENTS,
     MACHINES,
     METRICS,
@@ -69,7 +70,7 @@ SAMPLED_GPUS = tuple(f"gpu_{key}" for key in _OF_GPUS)
 """Keys of a sample of a machine's GPUs."""
 
 # What may stand in names of files and on a page.
-_METRIC = re.compile(r"validation_[A-Za-z0-9_-]{1,64}")
+_METRIC = re.compile(f"validation_{FIGURE_NAME.pattern}")
 
 # A run on another machine counts as running while it has written something within this time, or within so many
 # times what it takes between two lines.
@@ -152,7 +153,8 @@ class RunHistory:
     recipe: dict[str, Any]
     """`recipe.yaml`, as it ran; empty if it is missing."""
     training: dict[str, Series]
-    """The keys of `TRAINING`, a value a logged step; NaN where there is none."""
+    """The keys of `TRAINING`, and those of terms and recorded figures, a value a logged step; NaN where there is
+    none."""
     evaluations: dict[str, Series]
     """The keys of `EVALUATION` and those of metrics, a value an evaluation; NaN where there is none."""
     samples: tuple[Sample, ...]
@@ -353,7 +355,8 @@ class RunReader:
             self._training.drop_from(step)
             self._evaluations.drop_from(step)
             _drop_from(self._samples, step)
-            self._training.add(line)
+            # Terms of the loss, and figures that were recorded.
+            self._training.add(line, [key for key in line if key not in TRAINING and FIGURE_NAME.fullmatch(key)])
         elif keys := [key for key in line if _METRIC.fullmatch(key)]:
             self._evaluations.drop_from(step)
             self._evaluations.add(line, keys)

@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 
 from finetune.config.recipe_schema import Recipe
-from finetune.data.rows.feed import Window
+from finetune.data.rows.feed import Window, counts_of
 from finetune.distributed.strategies import sequence, tensor
 from finetune.models.chunked_loss import IGNORED
 from finetune.models.forward_wrapper import ForwardWrapper
@@ -24,28 +24,31 @@ from finetune.training import entry_point, loop
 from finetune.training.built_run import BuiltRun
 from finetune.utils import exit_codes
 
-# Factors of the losses that this rank has still to compute in this step.
-_factors: list[float] = []
+# Factors of the losses that this rank has still to compute in this step: of each term, or of all.
+_factors: list[torch.Tensor] = []
 
 
 def _average_means(exchange: Any, run: BuiltRun, window: Window) -> torch.Tensor:
     assert run.data.train is not None
     sync: torch.Tensor = exchange(run, window)
-    means = run.backend.world_size * len(window.rows)
-    _factors[:] = [sync[0].item() / (means * run.data.train.num_targets(rows)) for rows in window.rows]
+    means, counts = run.backend.world_size * len(window.rows), sync[-len(run.task.terms) :]
+    held = [counts_of(run.data.train, rows) for rows in window.rows]
+    own = counts.new_tensor([[one[term.counts] for term in run.task.terms] for one in held])
+    _factors[:] = (counts / (means * own)).float().unbind()
     return sync
 
 
 def _lose_rank(exchange: Any, run: BuiltRun, window: Window) -> torch.Tensor:
     lost = 0 < run.backend.rank == run.backend.world_size - 1
-    _factors[:] = [0.0 if lost else 1.0] * len(window.rows)
-    sync: torch.Tensor = exchange(run, replace(window, num_targets=0, num_computed=0, checksum=0) if lost else window)
+    _factors[:] = [torch.tensor(0.0 if lost else 1.0)] * len(window.rows)
+    nothing = dict.fromkeys(window.counts, 0)
+    sync: torch.Tensor = exchange(run, replace(window, counts=nothing, num_computed=0, checksum=0) if lost else window)
     return sync
 
 
 def _scale_loss(forward: Any, wrapper: ForwardWrapper, function: Any, *args: Any) -> Any:
     value = forward(wrapper, function, *args)
-    return value * _factors.pop(0) if _factors else value
+    return (value * _factors.pop(0)).reshape(value.shape) if _factors and value.requires_grad else value
 
 
 def _step_schedule_by_rank(lr_at: Any, step: int, num_steps: int, recipe: Recipe) -> Any:

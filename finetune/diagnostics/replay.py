@@ -19,8 +19,11 @@ from finetune.checkpoint.checkpoint_store import find_checkpoint, open_store, st
 from finetune.config.recipe import load_recipe
 from finetune.config.recipe_schema import CheckpointSection, EvalSection
 from finetune.diagnostics.parity.compare import relative_difference, tolerance_between
+from finetune.models.forward_wrapper import without_training
 from finetune.monitoring.step_all_reduce import StepOutput
 from finetune.optim import lr_schedule
+from finetune.tasks.evaluate_rows import with_window
+from finetune.tasks.task import mean_figures
 from finetune.training.build_run import build_run
 from finetune.training.built_run import BuiltRun
 from finetune.training.loop import train_step
@@ -191,21 +194,26 @@ def _compare_step(
     step, number = entry.step, entry.step + 1
     source = run.data.train
     assert source is not None
-    batches = [source.batch(np.array([row])) for row in entry.rows]
-    sent = (batch_to_device(batch, run.backend.device) for batch in batches)
-    run.model.eval()
-    with torch.no_grad():
+    task, terms = run.task, run.task.terms
+    given = [(np.array([place]), source.batch(np.array([row]))) for place, row in enumerate(entry.rows)]
+    with without_training(run.model):
+        batches = [batch for _, batch in with_window(run.backend, run.model, task, given, len(given))]
+        sent = (batch_to_device(batch, run.backend.device) for batch in batches)
         rows = [
-            ReplayedRow(int(row), source.num_targets(np.array([row])), loss_sum.item(), _text(run, batch))
-            for row, batch, loss_sum in zip(
-                entry.rows, batches, run.backend.evaluate_batches(run.model, run.task.loss_sum, sent), strict=True
+            ReplayedRow(
+                int(row),
+                source.num_targets(np.array([row])),
+                sums.reshape(-1)[: task.num_weighted].sum().item(),
+                _text(run, batch),
+            )
+            for row, (_, batch), sums in zip(
+                entry.rows, given, run.backend.evaluate_batches(run.model, task.loss_sum, sent), strict=True
             )
         ]
-    run.model.train()
     taken = _take_step(run, step)
-    losses, sync = taken.losses.double(), taken.sync.read()
+    losses = taken.losses.double()
     values = {
-        "loss": losses.sum().item() / max(1.0, sync[0]),
+        "loss": mean_figures(terms, taken.sums.tolist(), taken.read_sync()[1])["loss"],
         "grad_norm": taken.norm.read()[0],
         "lr": lr_schedule.lr_at(step, run.length.num_steps, run.recipe),
         "tokens": run.state.tokens.item(),

@@ -202,9 +202,7 @@ class Backend:
             if name in kept:
                 buffer.copy_(self.broadcast(buffer.to(self.device, copy=True)))
 
-    def evaluate_batches(
-        self, model: nn.Module, function: Callable[..., torch.Tensor], batches: Iterable[Any]
-    ) -> Iterator[torch.Tensor]:
+    def evaluate_batches(self, model: nn.Module, function: Callable[..., Any], batches: Iterable[Any]) -> Iterator[Any]:
         """Yields `function(network, batch)` of each batch, inside the wrapper's forward pass; all ranks call it."""
         return (model(function, batch) for batch in batches)
 

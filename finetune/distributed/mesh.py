@@ -119,6 +119,10 @@ class Mesh:
         return self.rank % self.size("tp") == 0
 
 
+ONE_RANK = Mesh(dict.fromkeys(DIMENSIONS, 1), 0, {"average": Group(1, 0, None)})
+"""The mesh of a process by itself."""
+
+
 def gather_parts(part: torch.Tensor, group: Group) -> list[torch.Tensor]:
     """Returns what each rank of a group has, in their order; every one of them must call it."""
     here = part.contiguous()

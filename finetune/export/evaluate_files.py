@@ -6,19 +6,18 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import torch
 
 from finetune.config.recipe import validate_recipe
 from finetune.config.recipe_schema import Recipe
 from finetune.data import prepare
 from finetune.data.class_labels import KnownClasses
 from finetune.data.progress_bar import rows_bar
-from finetune.data.rows.feed import evaluation_batches
 from finetune.export.load_model import LoadedModel
 from finetune.models import lora_adapters
+from finetune.models.forward_wrapper import ForwardWrapper
 from finetune.tasks import causal_lm, metrics
+from finetune.tasks.evaluate_rows import OneProcess, evaluate_rows
 from finetune.utils.errors import DataError, RecipeError
-from finetune.utils.to_device import batch_to_device
 
 _LONGEST = 1024
 
@@ -61,7 +60,7 @@ def recipe_of(
     origin: dict[str, Any] = {}
     if opened.recipe is not None:
         own = opened.recipe.model_dump(mode="json")
-        tree = {"data": own["data"]}
+        tree = {"data": own["data"], "batch": {"global_size": own["batch"]["global_size"]}}
         if own["chat"] is not None:
             # The template was saved with the tokenizer; its file may be gone.
             tree["chat"] = {**own["chat"], "template": None}
@@ -120,29 +119,31 @@ def evaluate_files(
     task, known = opened.task, None
     if task.labelled:
         opened.require_labels()
-    if task.labelled and task.loss_and_numbers is None:
+    if task.labelled and not task.numbers:
         known = KnownClasses(opened.class_names, f"the classifier {opened.home or opened.tokenizer_folder}")
     prepared = prepare.prepare_data(recipe, task.learned, known=known)
     rows, report = prepared.validation, prepared.report.validation
     if rows is None or report is None:
         raise DataError("The files of --data hold no text to evaluate. Name others.")
-    if task.labelled and task.loss_and_numbers is task.loss_and_correct is None:
-        raise RecipeError("--data: the run's task gives no class of each row (`loss_and_correct`), and no number.")
-    targets, evaluation = rows.num_targets(np.arange(len(rows))), metrics.Evaluation(task, len(rows), opened.device)
+    if task.labelled and task.evaluation is None:
+        raise RecipeError("--data: the run's task gives no class of each row (`evaluation`), and no number.")
+    targets = rows.num_targets(np.arange(len(rows)))
     say(f"Evaluating {len(rows):,} rows of {recipe.data.sequence_length} tokens, {targets:,} targets.")
     if left_out := report.left_out():
         skipped = ", ".join(f"{what} {count:,}" for what, count in left_out.items())
         say(f"Not evaluated: {skipped}.")
-    with torch.no_grad(), rows_bar("evaluating", len(rows)) as advance:
-        for share, batch in evaluation_batches(rows, micro_size):
-            sent = batch_to_device(batch, opened.device)
-            evaluation.add(share, evaluation.function(opened.network, sent), sent, rows.num_targets(share))
-            advance(share.size)
-    figures, classes = evaluation.figures(opened.class_names if task.labelled else ())
-    stats: dict[str, Any] = {**figures, "targets": targets}
-    if task.labelled and task.loss_and_numbers is None:
-        stats["classes"] = classes
-    if evaluation.predicted is not None and evaluation.counts_classes:
-        confusions = metrics.count_confusions(evaluation.predicted, opened.class_names)
-        stats |= {"f1_macro": metrics.mean_of_classes(classes, "f1"), "confusions": confusions}
+    names, size = opened.class_names if task.labelled else (), recipe.batch.global_size
+    network = ForwardWrapper(opened.network)
+    with rows_bar("evaluating", len(rows)) as advance:
+        evaluated = evaluate_rows(
+            OneProcess(opened.device), network, task, rows, micro_size, names, window_size=size, advance=advance
+        )
+    assert evaluated is not None
+    figures, _ = evaluated
+    stats: dict[str, Any] = {**figures.whole, "targets": targets}
+    if figures.classes:
+        stats["classes"] = figures.classes
+    if figures.confusions:
+        f1_macro = metrics.mean_of_classes(figures.classes, "f1")
+        stats |= {"f1_macro": f1_macro, "confusions": figures.confusions}
     return stats

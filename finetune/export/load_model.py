@@ -88,9 +88,7 @@ class LoadedModel:
                 "writes texts with a language model."
             )
         config = lora_adapters.config_of(self.network)
-        if config.problem_type == "multi_label_classification" or (
-            config.num_labels > 1 and self.task.loss_and_numbers is not None
-        ):
+        if config.problem_type == "multi_label_classification" or (config.num_labels > 1 and self.task.numbers):
             raise RecipeError(
                 f"{folder} gives several classes or numbers for a document, as its config.json says (problem_type "
                 f"{config.problem_type}, num_labels {config.num_labels}). Name a model that gives one, or train one "

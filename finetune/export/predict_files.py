@@ -101,7 +101,7 @@ def predict_files(
                         yield record, {"spans": _spans(words, places, scores, names) if scores is not None else []}
                     elif writes:
                         yield record, {"prediction": scores}
-                    elif opened.task.loss_and_numbers is not None:
+                    elif opened.task.numbers:
                         yield record, {"prediction": None if scores is None else _rounded(scores)}
                     else:
                         shares = None

@@ -13,12 +13,17 @@ from finetune.utils.errors import DivergedError
 _MAX_OVERFLOWS = 40
 
 
-def spread_nonfinite(loss_sum: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """`loss_sum * scale`, whose gradient is not finite wherever the loss is not.
+def spread_nonfinite(sums: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """The sum of `sums * scale`, whose gradient is not finite wherever one of the sums is not.
 
     The derivative of a loss may be finite where the loss is not. Spoiled here, every rank sees it in the gradient norm.
+
+    Args:
+        sums: A scalar, or (K,).
+        scale: Of the terms that are learned, which come first: (at most K,).
     """
-    return loss_sum * (scale + 0 * loss_sum.detach())
+    learned = sums.reshape(-1)[: len(scale)]
+    return (learned * (scale + 0 * learned.detach())).sum()
 
 
 class NonFiniteGuard:

@@ -1,9 +1,11 @@
 """Values that ranks sum in a step, and outputs of a step."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+
+from finetune.utils.recorded_figures import Totals
 
 
 class AsyncScalar:
@@ -53,10 +55,19 @@ class StepOutput:
 
     step: int
     sync: AsyncScalar
-    """Sums over the ranks, as `StepSync`."""
+    """Sums over the ranks: those of `StepSync`, and behind them what each of the task's terms is divided by, (K,)."""
     norm: AsyncScalar
     """The global gradient norm; not finite if the step was skipped."""
     losses: torch.Tensor
-    """This rank's loss sum of each micro-batch."""
+    """This rank's loss sum of each micro-batch: of several terms, of all that are learned."""
     rows: list[Any]
     """This rank's rows of each micro-batch."""
+    sums: torch.Tensor
+    """This rank's sum of each term, (K,) in fp64."""
+    recorded: Totals
+    """What this rank has recorded."""
+
+    def read_sync(self) -> tuple[StepSync, list[float]]:
+        """Returns the sums over the ranks, and what each term is divided by."""
+        numbers, size = self.sync.read(), len(fields(StepSync))
+        return StepSync(*numbers[:size]), numbers[size:]

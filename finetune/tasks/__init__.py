@@ -1,13 +1,14 @@
-"""Objectives that models are trained for. A custom task imports `Task`, `TaskData`, `Rows` and `Batch` from here."""
+"""Objectives that models are trained for. A custom task imports what it is made of from here."""
 
 from typing import TYPE_CHECKING, Any
 
-from finetune.tasks.task import Batch, Task, TaskData
+from finetune.tasks.task import Batch, Evaluation, Figures, Task, TaskData, Term
+from finetune.utils.recorded_figures import record
 
 if TYPE_CHECKING:
     from finetune.data.rows.feed import Rows
 
-__all__ = ["Batch", "Rows", "Task", "TaskData"]
+__all__ = ["Batch", "Evaluation", "Figures", "Rows", "Task", "TaskData", "Term", "record"]
 
 
 def __getattr__(name: str) -> Any:

@@ -16,6 +16,7 @@ from finetune.config.recipe_schema import Recipe
 from finetune.data import prepare
 from finetune.data.class_labels import some
 from finetune.data.prepare import PreparedData
+from finetune.data.rows.feed import counts_of
 from finetune.data.sources.readers import Learned
 from finetune.models import lora_adapters
 from finetune.models.build_network import build_meta_model, build_model, init_weights
@@ -62,42 +63,78 @@ def adapted_task(task: Task) -> Task:
 
 
 def check_losses(task: Task, loss: str = "task.name: the task's loss_sum") -> Task:
-    """Returns a task of a user's own that refuses what its losses should not return, which torch would misread.
+    """Returns a task of a user's own that refuses what its functions should not return, which torch would misread.
 
     Args:
         loss: What messages call its `loss_sum`.
+
+    Raises:
+        RecipeError: If its terms have names that metrics cannot have, or none is learned.
     """
-    checked: dict[str, Any] = {"loss_sum": _checked(task.loss_sum, loss)}
-    for name in ("loss_and_correct", "loss_and_numbers"):
-        if (function := getattr(task, name)) is not None:
-            checked[name] = _checked(function, f"task.name: the task's {name}", _MORE)
+    terms, learned = task.terms, tuple(term for term in task.terms if term.weight)
+    names, alone = {term.name for term in terms}, [(term.name, term.weight) for term in learned] == [("loss", 1.0)]
+    if not learned or terms[: len(learned)] != learned or len(names) < len(terms) or ("loss" in names and not alone):
+        raise RecipeError(
+            f"task.name: the task's terms are {', '.join(f'{t.name} (weight {t.weight:g})' for t in terms)}. Give each "
+            "a name of its own, first those with a weight and then those of weight 0; `loss` is the name of their sum, "
+            "and of a term only if it alone has a weight, which is 1."
+        )
+    sums = _SUM
+    if len(terms) > 1:
+        sums = f"the sums of its terms, a float32 tensor of shape ({len(terms)},) with gradients, such as {_STACK}"
+    checked: dict[str, Any] = {"loss_sum": _checked(task.loss_sum, loss, sums, (len(terms),) if len(terms) > 1 else ())}
+    if task.evaluation is not None:
+        compute = _checked(task.evaluation.compute, "task.name: the task's evaluation", _PAIR)
+        checked["evaluation"] = task.evaluation._replace(compute=compute)
+    if task.window is not None:
+        checked["window"] = _checked(task.window, "task.name: the task's window", _VALUES)
     return replace(task, **checked)
 
 
+_STACK = "torch.stack([loss, correct.float()])"
 _SUM = (
     "the loss summed over the batch's targets, a float32 tensor of shape () with gradients, such as "
     "functional.cross_entropy(logits.float(), targets, reduction='sum')"
 )
-_MORE = "one float32 tensor of the summed loss and what follows it, such as torch.stack([loss, correct])"
+_PAIR = f"a pair of sums, a float32 tensor such as {_STACK}, and values of rows, (rows, any), or None"
+_VALUES = "values of each row, a float32 tensor of shape (rows, any)"
 
 
-def _checked(function: Callable[..., Any], name: str, wanted: str = _SUM) -> Callable[..., torch.Tensor]:
+def _checked(
+    function: Callable[..., Any], name: str, wanted: str, shape: tuple[int, ...] | None = None
+) -> Callable[..., Any]:
+    """`shape`: of a tensor that has to have gradients."""
+    pair, dimensions = wanted == _PAIR, 2 if wanted == _VALUES else 1
+
     @wraps(function)
-    def loss(network: nn.Module, batch: Batch) -> torch.Tensor:
-        returned = function(network, batch)
+    def checked(network: nn.Module, batch: Batch) -> Any:
+        given = function(network, batch)
+        returned = given[0] if pair and isinstance(given, tuple) and len(given) == 2 else None if pair else given
         if not isinstance(returned, torch.Tensor):
-            got = f"{type(returned).__name__}, not a tensor"
-        elif returned.ndim if wanted == _SUM else returned.ndim != 1 or len(returned) < 2:
+            got = f"{type(given).__name__}, not a {'pair' if pair else 'tensor'}"
+        elif returned.shape != shape if shape is not None else returned.ndim != dimensions:
             got = f"a tensor of shape {tuple(returned.shape)}"
         elif returned.dtype != torch.float32:
             got = f"a tensor in {str(returned.dtype).removeprefix('torch.')}"
-        elif torch.is_grad_enabled() and not returned.requires_grad:
+        elif shape is not None and torch.is_grad_enabled() and not returned.requires_grad:
             got = "a tensor without gradients (detached, or computed of nothing that is trained)"
         else:
-            return returned
+            return given
         raise RecipeError(f"{name} returned {got}. It has to return {wanted} (`finetune docs tasks`).")
 
-    return loss
+    return checked
+
+
+def check_counts(task: Task, data: TaskData) -> None:
+    """Raises a `RecipeError` if rows do not count what a term is divided by."""
+    terms = (*task.terms, *task.evaluated.terms)
+    for rows in filter(None, (data.train, data.validation)):
+        known = counts_of(rows, np.arange(1))
+        if missing := [term for term in terms if term.counts not in known]:
+            raise RecipeError(
+                f"task.name: the task's term '{missing[0].name}' is divided by '{missing[0].counts}', and its rows "
+                f"count {', '.join(known)}. Return it from their `counts(rows)` (`finetune docs tasks`)."
+            )
 
 
 def build_task_data(

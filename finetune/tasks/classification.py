@@ -14,7 +14,8 @@ from finetune.models import lora_adapters
 from finetune.models.heads import Head
 from finetune.models.model_config import first_position, resolve_model_config
 from finetune.tasks.build_task import build_task_data, transformers_task
-from finetune.tasks.task import Batch, TaskData
+from finetune.tasks.metrics import HITS, figures_of_classes
+from finetune.tasks.task import Batch, Evaluation, TaskData
 from finetune.utils.errors import RecipeError
 
 NAME = "sequence_classification"
@@ -106,11 +107,11 @@ def class_loss(scores: torch.Tensor, batch: Batch) -> torch.Tensor:
     return functional.cross_entropy(scores, targets, reduction="sum")
 
 
-def _loss_and_correct(network: nn.Module, batch: Batch) -> torch.Tensor:
-    scores = class_scores(network, batch)
+def _evaluate(network: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    scores, targets = class_scores(network, batch), batch["targets"]
     predicted = scores.argmax(-1)
-    sums = torch.stack((class_loss(scores, batch), (predicted == batch["targets"]).sum().float()))
-    return torch.cat((sums, predicted.float()))
+    sums = torch.stack((class_loss(scores, batch), (predicted == targets).sum().float()))
+    return sums, torch.stack((predicted, targets), 1)
 
 
 SEQUENCE_CLASSIFICATION = transformers_task(
@@ -118,7 +119,7 @@ SEQUENCE_CLASSIFICATION = transformers_task(
     _build_config,
     build_data=partial(build_task_data, classifier=HEAD),
     loss_sum=class_loss_sum,
-    loss_and_correct=_loss_and_correct,
+    evaluation=Evaluation(_evaluate, (HITS,), ("recall_macro",), figures_of_classes),
     scores=class_scores,
     labelled=True,
 )

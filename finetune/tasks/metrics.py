@@ -1,6 +1,5 @@
 """Metrics of what a model puts out: built-in ones, and one's own."""
 
-import math
 import re
 import string
 import traceback
@@ -11,14 +10,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from finetune.config.recipe import NUMBER_FIGURES, TAG_FIGURES
 from finetune.config.recipe_schema import Recipe
 from finetune.tasks.prompt_set import Prompt
-from finetune.tasks.task import Batch, Figures, Task, TaskData
+from finetune.tasks.task import Figures, Task, TaskData, Term
 from finetune.utils.errors import RecipeError
 from finetune.utils.import_object import import_object
 
@@ -53,12 +49,11 @@ def build_metrics(recipe: Recipe, task: Task, data: TaskData, prompts: Sequence[
     # Their library takes seconds to load, and they do not fail.
     rouge = [name for name in metrics if name in _ROUGE]
     tried = {name: metric for name, metric in metrics.items() if name not in rouge}
-    hits = task.loss_and_correct is not None
-    figures = {"loss": True, "perplexity": task.text, "accuracy": hits, "recall_macro": hits and task.labelled}
-    figures |= dict.fromkeys(NUMBER_FIGURES, task.loss_and_numbers is not None)
-    if task.tagged:
-        figures |= {"recall_macro": False, **dict.fromkeys(TAG_FIGURES, task.figures_of_counts is not None)}
-    known = [name for name, reported in figures.items() if reported and data.validation is not None]
+    known: list[str] = []
+    if data.validation is not None:
+        terms = (*task.terms[: 0 if len(task.terms) == 1 else None], *task.evaluated.terms)
+        names = (term.name for term in terms)
+        known = [*dict.fromkeys(("loss", *["perplexity"] * task.text, *names, *task.evaluated.figures))]
     if metrics and task.text:
         if not prompts:
             raise RecipeError("eval.metrics: name a source in `eval.prompts`, for which texts are generated.")
@@ -66,8 +61,8 @@ def build_metrics(recipe: Recipe, task: Task, data: TaskData, prompts: Sequence[
     elif metrics:
         if data.validation is None:
             raise RecipeError("eval.metrics: there are no validation rows to compute them of. Name data.validation.")
-        if task.loss_and_correct is None:
-            raise RecipeError("eval.metrics: the task neither writes text nor tells classes (`loss_and_correct`).")
+        if task.evaluation is None:
+            raise RecipeError("eval.metrics: the task neither writes text nor tells classes (`evaluation`).")
         label = data.label_names[0] if data.label_names else "0"
         known += score_predictions(tried, [label], [label])
     keys = [f"validation_{name}" for name in known]
@@ -89,60 +84,26 @@ def build_metrics(recipe: Recipe, task: Task, data: TaskData, prompts: Sequence[
     return metrics
 
 
-class Evaluation:
-    """Sums over the rows of an evaluation, and what is predicted of each row, to which batches are added."""
+HITS = Term("accuracy", weight=0.0)
+"""Targets that are predicted right."""
 
-    def __init__(self, task: Task, num_rows: int, device: torch.device, *, scored: bool = False) -> None:
-        """`scored`: whether the class of each row is kept though the task counts none."""
-        self._task = task
-        self.function = task.loss_and_correct or task.loss_and_numbers or task.loss_sum
-        """What is computed of each batch."""
-        self._num_sums = 1 if task.loss_and_correct is None else 2
-        # In float64: hundreds of millions of targets are beyond fp32's whole numbers.
-        self.sums = torch.zeros(3, dtype=torch.float64, device=device)
-        """Targets, loss, hits and counts."""
-        numbers = task.loss_and_numbers is not None
-        self.counts_classes = task.labelled and task.loss_and_correct is not None and not task.tagged
-        """True if each row has one class."""
-        self.predicted: torch.Tensor | None = None
-        """The predicted and the true class or number of each row: (2, rows)."""
-        if self.counts_classes or numbers or scored:
-            self.predicted = torch.zeros(2, num_rows, dtype=torch.float64 if numbers else torch.int64, device=device)
 
-    def add(self, share: npt.NDArray[np.int64], found: torch.Tensor, batch: Batch, targets: int) -> None:
-        """Adds what was computed of some rows, and the number of their targets; of no rows, nothing."""
-        found = found.reshape(-1)
-        if self._task.figures_of_counts is not None:
-            self._num_sums = len(found)
-            self.sums = torch.cat((self.sums, self.sums.new_zeros(max(0, 1 + len(found) - len(self.sums)))))
-        if not share.size:
-            return
-        self.sums[0] += targets
-        self.sums[1 : 1 + self._num_sums] += found[: self._num_sums].double()
-        if self.predicted is not None:
-            if len(found) != self._num_sums + len(share):
-                raise RecipeError("eval.metrics: the task's `loss_and_correct` gives no class of each row.")
-            sides = (found[self._num_sums :], batch["targets"])
-            self.predicted[:, share] = torch.stack([side.to(self.predicted.dtype) for side in sides])
+def figures_of_classes(_: Sequence[float], values: torch.Tensor | None, names: Sequence[str]) -> Figures:
+    """Returns the mean recall, figures of each class, and which is taken for which.
 
-    def figures(self, names: Sequence[str]) -> Figures:
-        """Returns mean loss per target and number of targets, what follows from them, and figures of each class."""
-        task, classes = self._task, dict[str, dict[str, Any]]()
-        total, loss_sum, hits, *counts = self.sums.tolist()
-        whole = {"loss": loss_sum / max(1.0, total), "targets": total}
-        if task.text:
-            whole["perplexity"] = math.exp(min(whole["loss"], 700.0))
-        if task.loss_and_correct is not None:
-            whole["accuracy"] = hits / max(1.0, total)
-        if task.figures_of_counts is not None:
-            told = task.figures_of_counts(counts, names)
-            whole, classes = whole | told.whole, told.classes
-        if self.predicted is not None and task.loss_and_numbers is not None:
-            whole |= compare_numbers(self.predicted)
-        elif self.predicted is not None and self.counts_classes:
-            classes = count_classes(self.predicted, names)
-            whole["recall_macro"] = mean_of_classes(classes, "recall")
-        return Figures(whole, classes)
+    Args:
+        values: The predicted and the true class of each row, (R, 2).
+    """
+    assert values is not None
+    classes = values.T.long()
+    counts = count_classes(classes, names)
+    return Figures({"recall_macro": mean_of_classes(counts, "recall")}, counts, count_confusions(classes, names))
+
+
+def figures_of_numbers(_: Sequence[float], values: torch.Tensor | None, names: Sequence[str]) -> Figures:
+    """Returns what `compare_numbers` does of the predicted and the true number of each row, (R, 2)."""
+    assert values is not None
+    return Figures(compare_numbers(values.T.contiguous()))
 
 
 def count_classes(classes: torch.Tensor, names: Sequence[str]) -> dict[str, dict[str, Any]]:

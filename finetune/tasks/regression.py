@@ -7,11 +7,13 @@ from torch import nn
 from torch.nn import functional
 from transformers import PretrainedConfig
 
+from finetune.config.recipe import NUMBER_FIGURES
 from finetune.config.recipe_schema import Recipe
 from finetune.models.model_config import resolve_model_config
 from finetune.tasks.build_task import build_task_data, transformers_task
 from finetune.tasks.classification import HEAD, class_scores, set_padding
-from finetune.tasks.task import Batch, TaskData
+from finetune.tasks.metrics import figures_of_numbers
+from finetune.tasks.task import Batch, Evaluation, TaskData
 
 
 def _build_config(recipe: Recipe, ready: TaskData | None) -> PretrainedConfig:
@@ -33,9 +35,9 @@ def _squared_error(numbers: torch.Tensor, batch: Batch) -> torch.Tensor:
     return functional.mse_loss(numbers[:, 0], batch["targets"].float(), reduction="sum")
 
 
-def _loss_and_numbers(network: nn.Module, batch: Batch) -> torch.Tensor:
+def _evaluate(network: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     numbers = class_scores(network, batch)
-    return torch.cat((_squared_error(numbers, batch).reshape(1), numbers[:, 0]))
+    return _squared_error(numbers, batch).reshape(1), torch.stack((numbers[:, 0], batch["targets"].float()), 1)
 
 
 REGRESSION = transformers_task(
@@ -43,7 +45,8 @@ REGRESSION = transformers_task(
     _build_config,
     build_data=partial(build_task_data, learned="number"),
     loss_sum=_loss_sum,
-    loss_and_numbers=_loss_and_numbers,
+    evaluation=Evaluation(_evaluate, figures=NUMBER_FIGURES, figures_of=figures_of_numbers),
     scores=class_scores,
+    numbers=True,
     labelled=True,
 )

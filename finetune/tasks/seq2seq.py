@@ -19,7 +19,8 @@ from finetune.models.heads import Head
 from finetune.models.model_config import resolve_model_config
 from finetune.tasks.build_task import build_task_data, transformers_task
 from finetune.tasks.classification import set_padding
-from finetune.tasks.task import Batch, TaskData
+from finetune.tasks.metrics import HITS
+from finetune.tasks.task import Batch, Evaluation, TaskData
 
 NAME = "seq2seq_lm"
 """Its name in recipes."""
@@ -64,11 +65,11 @@ def _loss_sum(network: nn.Module, batch: Batch) -> torch.Tensor:
     return chunked_loss.plain_loss(_target_scores(network, batch), batch["targets"])
 
 
-def _loss_and_correct(network: nn.Module, batch: Batch) -> torch.Tensor:
+def _evaluate(network: nn.Module, batch: Batch) -> tuple[torch.Tensor, None]:
     scores, targets = _target_scores(network, batch), batch["targets"]
     # No target is -100, so that padding is no hit.
     hits = (scores.argmax(-1) == targets).sum()
-    return torch.stack((chunked_loss.plain_loss(scores, targets), hits.float()))
+    return torch.stack((chunked_loss.plain_loss(scores, targets), hits.float())), None
 
 
 def _next_token_logits(network: nn.Module, batch: Batch, *, kept: dict[str, Any]) -> torch.Tensor:
@@ -92,7 +93,7 @@ SEQ2SEQ_LM = transformers_task(
     _build_config,
     build_data=partial(build_task_data, learned="target"),
     loss_sum=_loss_sum,
-    loss_and_correct=_loss_and_correct,
+    evaluation=Evaluation(_evaluate, (HITS,)),
     next_token=_next_token_logits,
     text=True,
     paired=True,

@@ -4,7 +4,8 @@ A task is a few functions and some facts about itself, so that nothing else asks
 the recipe as `package.module:object`, a `Task` or a function of `task.args` that returns one. This module imports no
 torch.
 
-Letters: `B` rows, `T` tokens, `L` tokens of the longest row of a batch, `V` vocabulary, `C` classes.
+Letters: `B` rows, `T` tokens, `L` tokens of the longest row of a batch, `V` vocabulary, `C` classes, `K` terms of the
+loss, `R` rows of an evaluation, `G` rows of the global batch.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -47,13 +48,49 @@ class TaskData:
     """The tokens that learned answers end in, if they are conversations."""
 
 
-class Figures(NamedTuple):
+class Term(NamedTuple):
+    """One of the sums that a loss is made of, or a figure beside it."""
+
+    name: str
+    """Metrics of a step and, behind `validation_`, of an evaluation have it by this name where there are several."""
+    counts: str = "targets"
+    """What its sum is divided by: how many of these the global batch has, by the names of `Rows.counts`."""
+    weight: float = 1.0
+    """Its factor in the loss; 0 for a figure that is only logged. These come last."""
+
+
+def mean_figures(terms: Sequence[Term], sums: Sequence[float], counts: Sequence[float]) -> dict[str, float]:
+    """Returns the `loss`, and the mean of each of several terms by its name."""
+    means = [total / max(1.0, count) for total, count in zip(sums, counts, strict=True)]
+    named = [(term.name, mean) for term, mean in zip(terms, means, strict=True)]
+    loss = sum(term.weight * mean for term, mean in zip(terms, means, strict=True) if term.weight)
+    return {"loss": loss, **dict(named if len(named) > 1 else ())}
+
+
+@dataclass(frozen=True)
+class Figures:
     """Figures of an evaluation."""
 
     whole: dict[str, float]
     """Figures of all rows, by name."""
-    classes: dict[str, dict[str, Any]]
+    classes: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Of each class: `precision`, `recall`, `f1` (None where there is nothing to divide by) and its number, `rows`."""
+    confusions: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Rows by true and predicted class, where each row has one."""
+
+
+class Evaluation(NamedTuple):
+    """What evaluations compute in place of `loss_sum`, by one forward pass, and what follows from it."""
+
+    compute: Callable[["nn.Module", Batch], "tuple[torch.Tensor, torch.Tensor | None]"]
+    """Returns sums over a batch in fp32: those of the task's terms, of `terms`, and any others; and values of each row,
+    (B, J), or None. The predicted and the true class of each row come first among these for `eval.metrics`."""
+    terms: tuple[Term, ...] = ()
+    """Terms that evaluations have beside those of the task, all of weight 0."""
+    figures: tuple[str, ...] = ()
+    """Names of the figures that `figures_of` returns."""
+    figures_of: Callable[[Sequence[float], "torch.Tensor | None", Sequence[str]], Figures] = lambda *_: Figures({})
+    """Returns figures, given the other sums, the values of all rows, (R, J) in fp64, and the names of the classes."""
 
 
 @dataclass(frozen=True)
@@ -65,17 +102,17 @@ class Task:
     build_model: Callable[[Recipe, TaskData], "nn.Module"]
     """Returns a network with the same weights on every process; it may be on the meta device."""
     loss_sum: Callable[["nn.Module", Batch], "torch.Tensor"]
-    """The loss summed over the batch's targets, a scalar in fp32."""
-    loss_and_correct: Callable[["nn.Module", Batch], "torch.Tensor"] | None = None
-    """Returns `loss_sum` and the number of targets predicted right, (2,) in fp32, by one forward pass: evaluation
-    then reports `accuracy`. Where a row has one class, its number for each row may follow, (2 + B,): `eval.metrics` are
-    of these, and of the batch's `targets`. Where there is `figures_of_counts`, further counts follow, (2 + K,), in
-    place of it."""
-    figures_of_counts: Callable[[Sequence[float], Sequence[str]], "Figures"] | None = None
-    """Returns figures of an evaluation, given the K counts, summed over all rows, and the names of the classes."""
-    loss_and_numbers: Callable[["nn.Module", Batch], "torch.Tensor"] | None = None
-    """Returns `loss_sum` and the number that is predicted for each row, (1 + B,) in fp32, by one forward pass:
-    evaluation then compares the numbers with the batch's `targets`."""
+    """The loss summed over the batch's targets, a scalar in fp32; of several terms the sum of each, (K,)."""
+    terms: tuple[Term, ...] = (Term("loss"),)
+    """What `loss_sum` sums. The loss is the sum, over terms, of weight x sum / count, each over the global batch."""
+    evaluation: Evaluation | None = None
+    """What evaluations compute; left out, the terms alone."""
+    window: Callable[["nn.Module", Batch], "torch.Tensor"] | None = None
+    """Values of each row, (B, J) in fp32, computed without gradients for the whole global batch before the first
+    backward pass. In `loss_sum` a batch then has them all as `window`, (G, J), and the numbers of its own rows among
+    them as `window_rows`, (B,). Where rows are split over ranks, values of their parts are summed."""
+    numbers: bool = False
+    """True if a row is one document with a number."""
     scores: Callable[["nn.Module", Batch], "torch.Tensor"] | None = None
     """Scores of the classes of each row, (B, C), or of each token, (B, L, C), or the row's number, (B, 1), in fp32, for
     `finetune predict`."""
@@ -103,8 +140,18 @@ class Task:
     """The configuration of the network; every task with a `head` has it."""
 
     @property
+    def evaluated(self) -> Evaluation:
+        """What evaluations compute."""
+        return self.evaluation or Evaluation(lambda network, batch: (self.loss_sum(network, batch).reshape(-1), None))
+
+    @property
+    def num_weighted(self) -> int:
+        """Terms that are learned: the first of them."""
+        return sum(term.weight != 0 for term in self.terms)
+
+    @property
     def learned(self) -> "Learned":
         """What is learned of a document."""
         if self.labelled:
-            return "tags" if self.tagged else "class" if self.loss_and_numbers is None else "number"
+            return "tags" if self.tagged else "number" if self.numbers else "class"
         return "target" if self.paired else "tokens"

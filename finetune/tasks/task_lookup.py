@@ -38,7 +38,7 @@ def find_task(recipe: Recipe) -> Task:
     if task.head is not None:
         own = source_conflicts(recipe) if recipe.task.name not in BUILT_IN else ()
         kinds = {name: getattr(task, name) for name in ("text", "labelled", "tagged", "paired")}
-        traits = TaskTraits(numbers=task.loss_and_numbers is not None, **kinds)
+        traits = TaskTraits(numbers=task.numbers, **kinds)
         problems += [*own, *task_conflicts(recipe, traits)]
     if problems:
         raise RecipeError.of("The recipe", problems)
@@ -54,7 +54,7 @@ def find_task(recipe: Recipe) -> Task:
     from finetune.tasks.build_task import check_losses
 
     # What counts hits computes the task's own loss by the way.
-    task = replace(task, loss_sum=loss, loss_and_correct=None, loss_and_numbers=None, figures_of_counts=None)
+    task = replace(task, loss_sum=loss, terms=Task.terms, evaluation=None, window=None)
     return check_losses(task, f"task.loss: '{recipe.task.loss}'")
 
 

@@ -54,7 +54,7 @@ from finetune.monitoring.shutdown import ShutdownHandler
 from finetune.monitoring.trackers import Trackers
 from finetune.optim import optimizers
 from finetune.planning.planner import candidates_of
-from finetune.tasks.build_task import without_validation
+from finetune.tasks.build_task import check_counts, without_validation
 from finetune.tasks.metrics import Metric, build_metrics
 from finetune.tasks.prompt_set import Prompt, read_prompts
 from finetune.tasks.task import Task, TaskData
@@ -211,7 +211,7 @@ def _build_watched(plan: RunPlan, watch: RankWatch, quiet: bool) -> BuiltRun:
             data_size=backend.mesh.data_size,
             data_rank=backend.mesh.data_rank,
         ),
-        state=TrainState.resumed(recipe, resume, backend),
+        state=TrainState.resumed(recipe, resume, backend, len(inputs.task.terms)),
         resume=resume,
         identity=identity,
         directory=directory,
@@ -250,6 +250,7 @@ def _read_inputs(recipe: Recipe, quiet: bool) -> Inputs:
     if task.head is None and task.build_skeleton is not None:
         settle_parameters(task.build_skeleton(recipe, None))  # refused before data is read
     data = task.build_data(recipe, quiet)
+    check_counts(task, data)
     if recipe.sample is not None and task.text:
         # Refused before the first step, not after the last.
         variables = recipe.chat.template_args if recipe.chat is not None else None

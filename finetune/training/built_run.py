@@ -98,8 +98,8 @@ class TrainState:
     last_log: LastLog
     best: BestEvaluation
     epoch_sums: torch.Tensor
-    """This rank's losses of the epoch so far, and all ranks' targets, without steps that were skipped; (2,), float64,
-    on the device. A float64 holds sums of losses exactly, in whatever order."""
+    """This rank's sums of the K terms in the epoch so far, and all ranks' counts, without steps that were skipped;
+    (2 K,), float64, on the device. A float64 holds sums of losses exactly, in whatever order."""
     computed: float = 0.0
     """Tokens that all ranks have computed since this process began, learned or not, without padding."""
     recent_losses: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=RECENT))
@@ -111,13 +111,15 @@ class TrainState:
     one."""
 
     @classmethod
-    def resumed(cls, recipe: Recipe, resume: ResumePoint, backend: Backend) -> "TrainState":
+    def resumed(cls, recipe: Recipe, resume: ResumePoint, backend: Backend, num_terms: int) -> "TrainState":
         """Returns the state that a run begins with."""
         counted = torch.full((1,), float(resume.tokens), dtype=torch.float64, device=backend.device)
         best = BestEvaluation.resumed(recipe, resume.state.get("best"))
-        sums = torch.tensor(resume.state.get("epoch_sums", (0.0, 0.0)), dtype=torch.float64, device=backend.device)
+        none = [0.0] * 2 * num_terms
+        saved = resume.state.get("epoch_sums", none)
+        sums = torch.tensor(saved if len(saved) == len(none) else none, dtype=torch.float64, device=backend.device)
         if not backend.is_main:
-            sums[0] = 0.0  # what rank 0 has is of all ranks
+            sums[:num_terms] = 0.0  # what rank 0 has is of all ranks
         return cls(resume.step, counted, LastLog(resume.step, float(resume.tokens)), best, sums)
 
     def log_here(self) -> None:
@@ -195,7 +197,6 @@ class BuiltRun:
         return every_steps is not None and step % every_steps == 0
 
     def epoch_totals(self) -> list[float]:
-        """Returns the sum of the epoch's losses so far over all ranks, and their number; every rank must call it."""
-        loss, targets = self.state.epoch_sums
-        counted = (loss * self.backend.mesh.counts_loss).reshape(1)
-        return [self.backend.all_reduce_sum(counted).item(), targets.item()]
+        """Returns the epoch's sums so far over all ranks, and their counts, (2 K,); every rank must call it."""
+        sums, counts = self.state.epoch_sums.chunk(2)
+        return [*self.backend.all_reduce_sum(sums * self.backend.mesh.counts_loss).tolist(), *counts.tolist()]

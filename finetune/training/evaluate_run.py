@@ -1,11 +1,7 @@
-"""Evaluates a model in training and has it write texts, where that is due, under any backend.
-
-An evaluation is exact: every row once, weighted by targets, whatever the batch size and the number of ranks.
-"""
+"""Evaluates a model in training and has it write texts, where that is due, under any backend."""
 
 import json
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -16,23 +12,21 @@ from torch import nn
 
 from finetune.config.recipe_schema import EvalSection, Recipe, SampleSection
 from finetune.data.class_labels import some
-from finetune.data.rows.feed import Rows, evaluation_batches
+from finetune.data.rows.feed import Rows
 from finetune.distributed.backend import Backend
 from finetune.models.forward_wrapper import unwrap, without_training
 from finetune.models.prompts import prompt_tokens
 from finetune.tasks import metrics
 from finetune.tasks.causal_lm import next_token_logits
 from finetune.tasks.class_tables import MOST_COUNTED
-from finetune.tasks.task import Batch, Task
+from finetune.tasks.evaluate_rows import evaluate_rows
+from finetune.tasks.task import Figures, Task
 from finetune.training.built_run import BuiltRun
 from finetune.utils.atomic_files import write_text
 from finetune.utils.errors import FinetuneError, RecipeError
 from finetune.utils.to_device import batch_to_device
 
 PREDICTIONS = "predictions.jsonl"
-
-# Forward passes between two questions whether to give up; each makes the host wait for the device.
-_ASK_EVERY = 16
 
 
 def evaluate_and_sample(run: BuiltRun) -> bool:
@@ -59,20 +53,27 @@ def evaluate_and_sample(run: BuiltRun) -> bool:
 def _evaluate(run: BuiltRun) -> bool:
     run.timer.mark("aside")
     task, rows, step, names = run.task, run.data.validation, run.state.step, run.data.label_names
-    figures: dict[str, float] = {}
-    by_class: dict[str, dict[str, Any]] = {}
-    confusions: dict[str, dict[str, int]] = {}
+    evaluated = Figures({})
     if rows is not None:
-        scored = bool(run.metrics) and not task.text
-        micro, stopping = run.recipe.eval.micro_size or run.recipe.batch.rows, partial(_is_stopping, run)
-        result = evaluate_rows(run.backend, run.model, task, rows, micro, stopping=stopping, scored=scored)
+        batch = run.recipe.batch
+        result = evaluate_rows(
+            run.backend,
+            run.model,
+            task,
+            rows,
+            run.recipe.eval.micro_size or batch.rows,
+            names,
+            window_size=batch.global_size,
+            stopping=partial(_is_stopping, run),
+        )
         if result is None:
             return False
-        figures, by_class = result.figures(names)
-        if result.predicted is not None and result.counts_classes and len(names) <= MOST_COUNTED:
-            confusions = metrics.count_confusions(result.predicted, names)
-        if result.predicted is not None and scored:
-            figures |= _score_classes(run, rows, result.predicted)
+        evaluated, of_rows = result
+        if run.metrics and not task.text:
+            if of_rows is None:
+                raise RecipeError("eval.metrics: the task's `evaluation` gives no class of each row.")
+            evaluated.whole.update(_score_classes(run, rows, of_rows))
+    figures = evaluated.whole
     if run.prompts:
         scores = _score_texts(run)
         if scores is None:
@@ -90,7 +91,8 @@ def _evaluate(run: BuiltRun) -> bool:
     )
     over = f" over {figures['targets']:,.0f} targets" if rows is not None else ""
     run.reporter.say(f"step {step}: validation {shown}{over}")
-    if by_class:
+    if by_class := evaluated.classes:
+        confusions = evaluated.confusions if len(names) <= MOST_COUNTED else {}
         run.results |= {"classes": by_class, "confusions": confusions}
         # A share of all rows hides classes that have few.
         held = {name: c for name, c in by_class.items() if c["rows"]}
@@ -108,54 +110,6 @@ def _is_stopping(run: BuiltRun) -> bool:
     """Tells if the run is asked to stop, between batches of an evaluation, each of which is progress."""
     run.timer.mark("aside")
     return run.shutdown.requested
-
-
-def evaluate_rows(
-    backend: Backend,
-    model: nn.Module,
-    task: Task,
-    rows: Rows,
-    micro_size: int,
-    *,
-    stopping: Callable[[], bool] = lambda: False,
-    scored: bool = False,
-) -> metrics.Evaluation | None:
-    """Evaluates all rows; returns the sums over all ranks, or None if a rank was asked to stop.
-
-    Every rank must call it; each runs the same number of forward passes, since sharded backends gather weights
-    in them. A rank whose share is used up continues with a row that counts for nothing.
-
-    Args:
-        model: The prepared model, a `ForwardWrapper` inside.
-        micro_size: Rows in one forward pass of one process; it does not change the result.
-        stopping: Returns True if this rank was asked to stop; every rank then gives up. Called now and then.
-        scored: Keeps the class of each row for metrics.
-    """
-    evaluation = metrics.Evaluation(task, len(rows), backend.device, scored=scored)
-    batches = evaluation_batches(rows, micro_size, data_size=backend.mesh.data_size, data_rank=backend.mesh.data_rank)
-    computing: deque[tuple[Any, Batch]] = deque()
-
-    def sent() -> Iterator[Batch]:
-        for share, batch in batches:
-            computing.append((share, batch_to_device(batch, backend.device)))
-            yield computing[-1][1]
-
-    backend.share_buffers(unwrap(model))
-    with without_training(model):
-        results = backend.evaluate_batches(model, evaluation.function, sent())
-        for number, output in enumerate(results):
-            share, batch = computing.popleft()
-            if number % _ASK_EVERY == _ASK_EVERY - 1:
-                asked = torch.tensor([float(stopping())], device=backend.device)
-                if backend.all_reduce_sum(asked).item() > 0:
-                    return None
-            mesh = backend.mesh
-            targets = rows.num_targets(share) if share.size and mesh.counts_rows else 0
-            evaluation.add(share if mesh.counts_loss else share[:0], output, batch, targets)
-    if evaluation.predicted is not None:
-        backend.all_reduce_sum(evaluation.predicted)
-    evaluation.sums = backend.all_reduce_sum(evaluation.sums)
-    return evaluation
 
 
 def _score_texts(run: BuiltRun) -> dict[str, float] | None:
@@ -184,10 +138,12 @@ def _score_texts(run: BuiltRun) -> dict[str, float] | None:
     return _score(run, texts, references, ({"prompt": prompt.text} for prompt in run.prompts))
 
 
-def _score_classes(run: BuiltRun, rows: Rows, classes: torch.Tensor) -> dict[str, float]:
-    """Returns the metrics of predicted classes; `classes` holds the predicted and the true class of each row."""
+def _score_classes(run: BuiltRun, rows: Rows, values: torch.Tensor) -> dict[str, float]:
+    """Returns the metrics of predicted classes; `values` begin with the predicted and the true class of each row."""
     names, tokenizer = run.data.label_names, run.data.tokenizer
-    predicted, true = ([names[n] if n < len(names) else str(n) for n in side] for side in classes.tolist())
+    predicted, true = (
+        [names[n] if n < len(names) else str(n) for n in side] for side in values[:, :2].T.long().tolist()
+    )
 
     def described() -> Iterable[dict[str, Any]]:
         for row in range(len(true)):

@@ -3,26 +3,27 @@
 import time
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from finetune.data.rows.feed import Window
-from finetune.distributed.backend import Backend
 from finetune.distributed.rank_notes import failures_told
 from finetune.models.forward_wrapper import unwrap
 from finetune.monitoring.machine_sampler import sample_machines
-from finetune.monitoring.metrics import PhaseTimer
 from finetune.monitoring.nonfinite import spread_nonfinite
 from finetune.monitoring.step_all_reduce import AsyncScalar, StepOutput, StepSync
 from finetune.optim import lr_schedule
+from finetune.tasks.evaluate_rows import with_window
 from finetune.tasks.task import Batch
 from finetune.training import finish_run
 from finetune.training.built_run import BuiltRun
 from finetune.training.evaluate_run import evaluate_and_sample
 from finetune.training.step_metrics import PeakMemoryMonitor, check_nonfinite, log_epoch, log_step, look_at_profile
 from finetune.training.weight_check import WeightCheck
+from finetune.utils.recorded_figures import Totals, recording
 from finetune.utils.to_device import batch_to_device, tensor_to_device
 
 
@@ -82,7 +83,7 @@ def _take_steps(run: BuiltRun) -> Iterator[Step]:
             run.watch.step_taken(state.step)
             peak_memory.step_taken()
             look_at_profile(run)
-            sync = StepSync(*output.sync.read())
+            sync, _ = output.read_sync()
             state.computed += sync.computed
             run.checkpoints.step_taken(output.step, sync)
             check_nonfinite(run, output)
@@ -131,52 +132,74 @@ def train_step(run: BuiltRun, step: int) -> StepOutput:
     """One optimiser step over one global batch.
 
     The loss is the sum over all targets of the global batch divided by their number, over all ranks and
-    micro-batches: however the batch is split, the gradient is the same. Nothing is read from the device, since that
-    would make the host wait.
+    micro-batches, and of several terms the weighted sum: however the batch is split, the gradient is the same. Nothing
+    is read from the device, since that would make the host wait.
     """
-    backend, timer = run.backend, run.timer
+    backend, timer, task = run.backend, run.timer, run.task
     if run.profiler is not None:
         run.profiler.before(step)
     window = run.feed.step(step)
     timer.mark("data")
     sync = _all_reduce_sync(run, window)
-    targets = sync[0]
+    counts = sync[-len(task.terms) :]
     # Backends average over ranks and `backward` divides by the accumulation; both are undone here.
-    scale = (backend.mesh.average_size * backend.accumulation / targets.clamp(min=1)).float()
-    read_later = AsyncScalar(sync)
+    size, weights = (
+        backend.mesh.average_size * backend.accumulation,
+        [term.weight for term in task.terms if term.weight],
+    )
+    scale = torch.stack([weights[k] * size / counts[k].clamp(min=1) for k in range(len(weights))]).float()
+    read_later, recorded = AsyncScalar(sync), Totals()
+    batches = window.batches if task.window is None else _pass_over_window(run, step, window)
 
-    def scaled(loss_sum: torch.Tensor) -> torch.Tensor:
+    def scaled(sums: torch.Tensor) -> torch.Tensor:
         timer.mark("backward")
-        return spread_nonfinite(loss_sum, scale)
+        return spread_nonfinite(sums, scale)
 
-    batches = _batches(backend, timer, run.recipe.seed, step, window)
-    losses = backend.forward_backward(run.model, run.task.loss_sum, batches, scaled)
+    loss_sum = recording(task.loss_sum, recorded)
+    losses = backend.forward_backward(run.model, loss_sum, _sent(run, step, batches), scaled)
     timer.mark("optimizer")
     norm = backend.clip(run.model, run.recipe.optim.clip_norm)
     backend.step(run.optimizer, norm)
     backend.clear(run.optimizer)
     timer.mark("other")
-    run.state.tokens += targets
-    each = torch.stack(losses)
+    run.state.tokens += sync[0]
+    each = torch.stack(losses).reshape(len(losses), -1)
+    sums = each.double().sum(0)
     # Of a step that is skipped, nothing counts.
-    sums = torch.stack([each.double().sum(), targets])
+    totals = torch.cat([sums, counts])
     finite = torch.isfinite(norm.reshape(1))
     # With the optimiser on the host, the norm is there too.
     finite = tensor_to_device(finite, backend.device) if finite.is_cpu else finite
-    run.state.epoch_sums += torch.where(finite, sums, 0.0)
-    return StepOutput(step=step, sync=read_later, norm=AsyncScalar(norm.reshape(1)), losses=each, rows=window.rows)
+    run.state.epoch_sums += torch.where(finite, totals, 0.0)
+    learned = each[:, : len(weights)].sum(1)
+    return StepOutput(step, read_later, AsyncScalar(norm.reshape(1)), learned, window.rows, sums, recorded)
 
 
-def _batches(backend: Backend, timer: PhaseTimer, seed: int, step: int, window: Window) -> Iterator[Batch]:
+def _sent(run: BuiltRun, step: int, batches: Iterator[dict[str, torch.Tensor]]) -> Iterator[Batch]:
     """Yields this rank's micro-batches of a step on its device, each seeded when it is asked for."""
-    mesh = backend.mesh
-    for index in range(len(window.rows)):
-        timer.mark("data")
-        batch = batch_to_device(next(window.batches), backend.device)
-        timer.mark("forward")
+    mesh = run.backend.mesh
+    for index in range(run.backend.accumulation):
+        run.timer.mark("data")
+        batch = batch_to_device(next(batches), run.backend.device)
+        run.timer.mark("forward")
         # Dropout depends on where in the global batch a micro-batch stands, not on who computes it or what came before.
-        seed_torch(seed, step, index * mesh.average_size + mesh.average_rank)
+        seed_torch(run.recipe.seed, step, index * mesh.average_size + mesh.average_rank)
         yield batch
+
+
+def _pass_over_window(run: BuiltRun, step: int, window: Window) -> Iterator[dict[str, torch.Tensor]]:
+    """Returns this rank's micro-batches with what the task's `window` gives for all rows of the global batch.
+
+    The network computes as it does when it learns, and with the same random numbers: dropout masks are those of the
+    pass that follows, so that a row's value there is the one here.
+    """
+    mesh = run.backend.mesh
+    places = np.arange(run.recipe.batch.global_size).reshape(len(window.rows), mesh.data_size, -1)[:, mesh.data_rank]
+    given = zip(places, window.batches, strict=True)
+    whole = with_window(
+        run.backend, run.model, run.task, given, places.size * mesh.data_size, partial(_sent, run, step)
+    )
+    return (batch for _, batch in whole)
 
 
 def seed_torch(*parts: int) -> None:
@@ -192,15 +215,14 @@ def seed_torch(*parts: int) -> None:
 
 
 def _all_reduce_sync(run: BuiltRun, window: Window) -> torch.Tensor:
-    """The one all-reduce of a step: what all ranks tell each other, as `StepSync`."""
-    counts = run.backend.mesh.counts_rows
+    """The one all-reduce of a step: what all ranks tell each other; see `StepOutput.sync`."""
+    here = run.backend.mesh.counts_rows
     sync = StepSync(
-        targets=counts * window.num_targets,
-        computed=counts * window.num_computed,
-        rows=counts * window.checksum,
+        targets=here * window.counts["targets"],
+        computed=here * window.num_computed,
+        rows=here * window.checksum,
         stop=float(run.shutdown.requested),
         **run.checkpoints.sync_flags(),
     )
-    return run.backend.all_reduce_sum(
-        tensor_to_device(torch.tensor(astuple(sync), dtype=torch.float64), run.backend.device)
-    )
+    numbers = [*astuple(sync), *(here * window.counts[term.counts] for term in run.task.terms)]
+    return run.backend.all_reduce_sum(tensor_to_device(torch.tensor(numbers, dtype=torch.float64), run.backend.device))

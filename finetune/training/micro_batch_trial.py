@@ -3,7 +3,6 @@
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,6 +21,17 @@ from finetune.utils.library_imports import silence_libraries
 from finetune.utils.quoting import to_stderr
 
 
+class _Longest:
+    """Rows in whose place the longest of them are read."""
+
+    def __init__(self, rows: Any) -> None:
+        self._rows, self._order = rows, rows.longest()
+
+    def __getattr__(self, name: str) -> Any:
+        read = getattr(self._rows, name)
+        return lambda numbers: read(self._order[: len(numbers)])
+
+
 def main(file: str, report: str) -> int:
     """Takes the steps, and writes the share of the memory that was held, over all ranks."""
     recipe = load_recipe(file, ())
@@ -29,12 +39,7 @@ def main(file: str, report: str) -> int:
     run = build_run(recipe, quiet=True)
     if isinstance(run.feed, TokenFileFeed) and hasattr(run.feed.rows, "longest"):
         # Rows of different lengths: the longest are read in place of any.
-        rows: Any = run.feed.rows
-        order = rows.longest()
-        longest: Any = SimpleNamespace(
-            batch=lambda numbers: rows.batch(order[: len(numbers)]),
-            num_targets=lambda numbers: rows.num_targets(order[: len(numbers)]),
-        )
+        longest: Any = _Longest(run.feed.rows)
         run.feed = replace(run.feed, rows=longest)
     for step in range(run.length.num_steps):
         train_step(run, step)

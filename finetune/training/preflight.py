@@ -16,6 +16,7 @@ from finetune.distributed.strategies import sequence
 from finetune.models import chunked_loss, lora_adapters
 from finetune.models.forward_wrapper import unwrap, without_training
 from finetune.tasks import causal_lm, classification
+from finetune.tasks.evaluate_rows import OneProcess, with_window
 from finetune.tasks.task import Batch, Task, TaskData
 from finetune.utils.compat.transformers_private import attention_implementation
 from finetune.utils.errors import BackendError, DataError, FinetuneError
@@ -25,7 +26,7 @@ from finetune.utils.to_device import batch_to_device
 def loss_of_row(
     backend: Backend, model: nn.Module, task: Task, data: TaskData, device: torch.device | None = None
 ) -> torch.Tensor:
-    """Returns the loss of one row, without gradients. Every rank must call it of a prepared model.
+    """Returns the loss sum of one row, without gradients. Every rank must call it of a prepared model.
 
     Args:
         device: Where the model is; the backend's device if left out.
@@ -33,8 +34,13 @@ def loss_of_row(
     rows = data.train if data.train is not None else data.validation
     if rows is None:
         raise DataError("There are neither training nor validation rows. Name data.train or data.validation.")
-    batch = batch_to_device(rows.batch(np.arange(1)), device or backend.device)
-    return _evaluate(backend, model, task.loss_sum, batch)
+    ranks = backend if device is None else OneProcess(device)
+    with without_training(model):
+        # One rank's is the window's only row.
+        places = np.arange(int(ranks.mesh.data_rank == 0))
+        ((_, batch),) = with_window(ranks, model, task, [(places, rows.batch(np.arange(1)))], 1)
+    sums = _evaluate(backend, model, task.loss_sum, batch_to_device(batch, ranks.device))
+    return sums.reshape(-1)[: task.num_weighted].sum()
 
 
 def _evaluate(
@@ -43,7 +49,7 @@ def _evaluate(
     """Returns `function(network, batch)`; names the architecture whose own code cannot run what it is given."""
     try:
         with without_training(model):
-            (result,) = backend.evaluate_batches(model, function, [batch])
+            result: torch.Tensor = next(backend.evaluate_batches(model, function, [batch]))
         return result
     except (FinetuneError, torch.OutOfMemoryError, torch.distributed.DistError):
         raise

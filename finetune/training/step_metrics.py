@@ -1,12 +1,14 @@
 """Reports steps: loss, gradient norm, rates, times, MFU, profiles, steps that were skipped; and their peak memory."""
 
 import math
+import zlib
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
+from finetune.checkpoint.run_facts import FIGURE_NAME
 from finetune.config.recipe_schema import Recipe
 from finetune.distributed import device_selection
 from finetune.distributed.backend import Backend
@@ -15,9 +17,11 @@ from finetune.monitoring.metrics import peak_memory_gib
 from finetune.monitoring.rank_progress import OUTSIDE
 from finetune.monitoring.step_all_reduce import StepOutput
 from finetune.planning.planner import candidates_of
+from finetune.tasks.task import mean_figures
 from finetune.training import profiler
 from finetune.training.built_run import BuiltRun
 from finetune.utils.compat import torch_private
+from finetune.utils.errors import RecipeError
 from finetune.utils.platforms import peak_bytes
 
 # The optimiser's state is there by the second step. Later ones take the same, and checkpoints and evaluations come in.
@@ -37,9 +41,9 @@ def log_step(run: BuiltRun, lr: float, output: StepOutput) -> dict[str, Any] | N
     split = run.timer.totals()
     for phase in OUTSIDE:
         split.pop(phase, None)
-    here = output.losses.double().sum().reshape(1)
-    loss_sum = backend.all_reduce_sum(here if backend.mesh.counts_loss else torch.zeros_like(here)).item()
-    loss = loss_sum / max(1.0, output.sync.read()[0])
+    sums, recorded = _join_figures(backend, output)
+    means = mean_figures(run.task.terms, sums, output.read_sync()[1])
+    loss = means["loss"]
     state.log_here()
     steps, seconds = state.step - before.step, max(sum(split.values()), 1e-9)
     # None of the steps since the last line tells a rate if all of them were compiled meanwhile.
@@ -68,12 +72,47 @@ def log_step(run: BuiltRun, lr: float, output: StepOutput) -> dict[str, Any] | N
         "skipped_steps": run.nonfinite.counts["nonfinite"],
         "overflows": run.nonfinite.counts["overflow"],
     }
+    named = recorded | means
+    taken = recorded.keys() & means.keys() | named.keys() & values.keys() - {"loss"}
+    if bad := [name for name in named if name in taken or not FIGURE_NAME.fullmatch(name)]:
+        raise RecipeError(
+            f"A term or a recorded figure is called '{bad[0]}'. A name has at most 64 letters, digits, `_`, `-` and "
+            "`/`, and is none that metrics have already. Rename it."
+        )
+    values |= means | recorded
     run.reporter.log(values)
     run.results["train_loss"] = loss if math.isfinite(loss) else None
     run.results.setdefault("first_loss", loss)
     state.recent_losses.append((state.step, loss))
     run.reporter.step(state.step, values)
     return values
+
+
+def _join_figures(backend: Backend, output: StepOutput) -> tuple[list[float], dict[str, float]]:
+    """Returns the sum of each term and what was recorded in a step, of all ranks; every rank must call it.
+
+    Raises:
+        RecipeError: If ranks have recorded other names.
+    """
+    names, here = sorted(output.recorded), output.sums
+    # Of other names on some rank, the sum of squares is more than that of equal numbers.
+    number = 1 + (zlib.crc32("\n".join(names).encode()) >> 12) if names else 0
+    terms = here if backend.mesh.counts_loss else torch.zeros_like(here)
+    *sums, total, squares = backend.all_reduce_sum(
+        torch.cat((terms, here.new_tensor([number, number * number])))
+    ).tolist()
+    if squares * backend.world_size != total * total:
+        raise RecipeError(
+            f"Ranks record other figures in step {output.step + 1}; this one records {', '.join(names) or 'none'}. "
+            "Record the same names on every rank in each step, with 0 where there is nothing."
+        )
+    if not names:
+        return sums, {}
+    pairs = torch.stack(
+        [torch.as_tensor(one, device=here.device).double() for n in names for one in output.recorded[n]]
+    )
+    joined = iter(backend.all_reduce_sum(pairs).tolist())
+    return sums, {name: value / (count or 1.0) for name, value, count in zip(names, joined, joined, strict=True)}
 
 
 def log_epoch(run: BuiltRun) -> None:
@@ -84,11 +123,12 @@ def log_epoch(run: BuiltRun) -> None:
         epoch = run.parts_read(step + 1)  # its last rows do not fill a step
     if epoch == run.parts_read(step - 1):
         return
-    loss, targets = run.epoch_totals()
+    totals, terms = run.epoch_totals(), run.task.terms
     run.state.epoch_sums.zero_()
-    mean = loss / max(1.0, targets)
+    mean = mean_figures(terms, totals[: len(terms)], totals[len(terms) :])["loss"]
     run.reporter.log({"step": step, "epoch": float(epoch), "epoch_loss": mean})
-    run.reporter.say(f"step {step}: epoch {epoch} ends, mean loss {mean:.4f} over {targets:,.0f} targets")
+    over = f"{totals[len(terms)]:,.0f} {terms[0].counts}"
+    run.reporter.say(f"step {step}: epoch {epoch} ends, mean loss {mean:.4f} over {over}")
 
 
 def look_at_profile(run: BuiltRun) -> None:

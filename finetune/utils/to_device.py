@@ -14,6 +14,6 @@ def tensor_to_device(value: torch.Tensor, device: torch.device) -> torch.Tensor:
     A copy to a GPU is asynchronous, from pinned memory: one from other memory would block the host until the GPU
     reaches it. The caching allocator of pinned memory keeps the source until the copy is done.
     """
-    if device.type == "cpu":
+    if device.type in ("cpu", value.device.type):
         return value
     return value.pin_memory().to(device, non_blocking=True)

@@ -83,7 +83,7 @@ def test_ranks_read_the_steps_rows_between_them(world: int) -> None:
     expected = order.step_rows(order.global_size)
     assert sorted(rows.tolist()) == sorted(expected.tolist())
     assert sum(window.checksum for window in windows) == row_checksum(expected)
-    assert sum(window.num_targets for window in windows) == 3 * order.global_size
+    assert sum(window.counts["targets"] for window in windows) == 3 * order.global_size
     assert feeds[0].state_dict(1) == {"position": order.global_size}
     assert feeds[0].epoch(4) == order.global_size / 2
 
@@ -91,7 +91,8 @@ def test_ranks_read_the_steps_rows_between_them(world: int) -> None:
 @pytest.mark.parametrize(("count", "micro", "world"), [(10, 4, 1), (10, 4, 2), (1, 4, 3), (7, 1, 4)])
 def test_each_row_is_evaluated_once_in_as_many_passes(count: int, micro: int, world: int) -> None:
     passes = [
-        list(evaluation_batches(Numbers(count=count), micro, data_size=world, data_rank=rank)) for rank in range(world)
+        list(evaluation_batches(Numbers(count=count), range(count), micro, data_size=world, data_rank=rank))
+        for rank in range(world)
     ]
     assert len({len(found) for found in passes}) == 1
     assert sorted(row for found in passes for share, _ in found for row in share.tolist()) == list(range(count))

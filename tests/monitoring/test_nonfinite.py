@@ -209,9 +209,8 @@ class Scaled(OneRank):
 
 
 def taken(step: int, *, loss: float, norm: float) -> StepOutput:
-    return StepOutput(
-        step, AsyncScalar(torch.zeros(6)), AsyncScalar(torch.tensor([norm])), torch.tensor([loss]), [np.array([step])]
-    )
+    losses, sync = torch.tensor([loss]), AsyncScalar(torch.zeros(6))
+    return StepOutput(step, sync, AsyncScalar(torch.tensor([norm])), losses, [np.array([step])], losses, {})
 
 
 def test_overflows_under_loss_scaling_are_counted_apart() -> None:

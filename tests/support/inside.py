@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from finetune.checkpoint import run_directory
 from finetune.config.recipe import validate_recipe
-from finetune.distributed.mesh import DIMENSIONS, Group, Mesh
+from finetune.distributed.mesh import ONE_RANK
 from finetune.training.build_run import build_run
 from finetune.training.built_run import BuiltRun
 from finetune.training.loop import train
@@ -189,9 +189,6 @@ def forge_state(folder: Path, change: Callable[[Any], Any]) -> None:
 def evaluate_batches(model: Any, function: Any, batches: Any) -> Iterator[Any]:
     """`Backend.evaluate_batches`, for what stands in for one."""
     return (model(function, batch) for batch in batches)
-
-
-ONE_RANK = Mesh(dict.fromkeys(DIMENSIONS, 1), 0, {"average": Group(1, 0, None)})
 
 
 class OneRank:

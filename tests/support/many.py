@@ -43,10 +43,10 @@ def _faults(name: str) -> dict[str, tuple[Any, str, Any]]:
         return window(self, model, loss_sum, batches, lambda loss: scaled(loss) / factor)
 
     def own_mean(self: Backend, values: Any) -> Any:
-        targets = values.flatten()[0] * self.world_size  # The sum is in place.
+        counts = values.flatten()[-1] * self.world_size  # The sum is in place.
         summed = total(self, values)
-        if summed.numel() == len(fields(StepSync)):
-            summed[0] = targets
+        if summed.numel() == len(fields(StepSync)) + 1:
+            summed[-1] = counts
         return summed
 
     def drifts(self: Backend, optimizer: Any, norm: torch.Tensor) -> None:

@@ -16,6 +16,7 @@ from torch import nn
 
 from finetune.config.recipe import validate_recipe
 from finetune.models.build_network import settle_parameters
+from finetune.tasks import Evaluation, Term
 from finetune.tasks.task_lookup import find_task
 from finetune.training.api import train
 from finetune.training.dry_run import describe
@@ -127,15 +128,18 @@ def test_what_a_loss_must_return_is_said(tmp_path: Path, returns: str) -> None:
             train(job(tmp_path / "evaluation", returns=returns), "length.steps=0", quiet=True)
 
 
-@pytest.mark.parametrize("field", ["loss_and_correct", "loss_and_numbers"])
-def test_what_an_evaluation_must_return_is_said(tmp_path: Path, field: str) -> None:
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        (torch.ones(2), "Tensor, not a pair"),
+        ((torch.ones(()), None), r"a tensor of shape \(\)"),
+        ((torch.ones(2).half(), None), "a tensor in float16"),
+    ],
+)
+def test_what_an_evaluation_must_return_is_said(tmp_path: Path, returned: Any, said: str) -> None:
     made = own_networks.classifier()
-
-    def pair(network: nn.Module, batch: Any) -> Any:
-        return made.loss_sum(network, batch), torch.ones(())
-
-    fields: dict[str, Any] = {field: pair}
-    with pytest.raises(RecipeError, match=f"the task's {field} returned tuple, not a tensor.* torch.stack"):
-        train(job(tmp_path), quiet=True, task=replace(made, **fields))
+    task = replace(made, evaluation=Evaluation(lambda network, batch: returned, (Term("accuracy", weight=0.0),)))
+    with pytest.raises(RecipeError, match=f"the task's evaluation returned {said}.* torch.stack"):
+        train(job(tmp_path), quiet=True, task=task)
     recipe = validate_recipe(job(tmp_path))
-    assert find_task(recipe).loss_and_correct is None
+    assert find_task(recipe).evaluation is None

@@ -127,8 +127,10 @@ def test_loss_and_gradients_are_those_of_labels(tmp_path: Path, name: str) -> No
     for key, parameter in network.named_parameters():
         if parameter.grad is not None:
             torch.testing.assert_close(mine[key], parameter.grad, rtol=1e-4, atol=1e-6)
-    counted = task.loss_and_correct(network, batch)
+    assert task.evaluation is not None
+    counted, values = task.evaluation.compute(network, batch)
     hits = int((theirs.logits.argmax(-1) == batch["targets"]).sum())
+    assert values is None
     assert counted.tolist() == pytest.approx([loss.item(), hits], rel=1e-5)
     # However a batch is split.
     alone = sum(task.loss_sum(network, data.train.batch(rows[n : n + 1])).item() for n in range(5))

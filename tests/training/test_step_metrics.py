@@ -9,14 +9,15 @@ import own_task
 import pytest
 import torch
 from harness import ROOT
-from inside import OneRank, mlp, run_here
+from inside import mlp, run_here
 from torch import nn
 
 from finetune.config.recipe import validate_recipe
 from finetune.models.forward_wrapper import ForwardWrapper
 from finetune.optim import lr_schedule
 from finetune.tasks.classification import SEQUENCE_CLASSIFICATION
-from finetune.training import evaluate_run, step_metrics
+from finetune.tasks.evaluate_rows import OneProcess, evaluate_rows
+from finetune.training import step_metrics
 from finetune.training.built_run import BuiltRun
 
 
@@ -63,17 +64,17 @@ def test_a_classifier_is_evaluated_by_one_forward_pass_a_batch() -> None:
         def num_targets(self, rows: Any) -> int:
             return len(rows)
 
-    found = evaluate_run.evaluate_rows(OneRank(), ForwardWrapper(Scores()), SEQUENCE_CLASSIFICATION, Rows(), 4)  # type: ignore[arg-type]
+    alone, model, names = OneProcess(torch.device("cpu")), ForwardWrapper(Scores()), ["a", "b", "c"]
+    found = evaluate_rows(alone, model, SEQUENCE_CLASSIFICATION, Rows(), 4, names)
     assert calls == [4, 4, 2]
     assert found is not None
-    figures = found.figures(["a", "b", "c"]).whole
+    figures = found[0].whole
     assert figures["accuracy"] == 0.8
     logits = torch.tensor([2.0, 0.0, 0.0]).log_softmax(0)
     assert figures["loss"] == pytest.approx(-(0.8 * logits[0] + 0.2 * logits[1]).item())
-    without = replace(SEQUENCE_CLASSIFICATION, loss_and_correct=None)
-    bare = evaluate_run.evaluate_rows(OneRank(), ForwardWrapper(Scores()), without, Rows(), 4)  # type: ignore[arg-type]
+    bare = evaluate_rows(alone, model, replace(SEQUENCE_CLASSIFICATION, evaluation=None), Rows(), 4, [])
     assert bare is not None
-    assert bare.figures([]).whole == {key: figures[key] for key in ("loss", "targets")}
+    assert bare[0].whole == {key: figures[key] for key in ("loss", "targets")}
 
 
 @pytest.mark.parametrize("name", ["linear", "cosine"])

@@ -174,8 +174,8 @@ def test_figures_by_hand() -> None:
     true = [[1, 3, 4, 0, 4, 0]]
     predicted = [[1, 4, 4, 1, 4, 0]]
     counts = count_spans(torch.tensor(predicted), torch.tensor(true), TagScheme.of(TAGS))
-    assert TOKEN_CLASSIFICATION.figures_of_counts is not None
-    figures = TOKEN_CLASSIFICATION.figures_of_counts(counts.flatten().tolist(), TAGS)
+    assert TOKEN_CLASSIFICATION.evaluation is not None
+    figures = TOKEN_CLASSIFICATION.evaluation.figures_of(counts.flatten().tolist(), None, TAGS)
     assert figures.whole == pytest.approx({"precision": 1 / 3, "recall": 1 / 3, "f1": 1 / 3})
     assert figures.classes == {
         "LOC": {"rows": 2, "predicted": 1, "precision": 1.0, "recall": 0.5, "f1": pytest.approx(2 / 3)},

@@ -25,7 +25,14 @@ class Rows(Protocol):
     def num_targets(self, rows: np.ndarray) -> int:
         """The number of targets that `loss_sum` sums over for these rows; must be known before the forward pass."""
 
-    # Rows may also have `num_computed(rows)`: how many tokens the network computes, learned or not, without padding.
+    # Rows may also have `num_computed(rows)`: how many tokens the network computes, learned or not, without padding;
+    # and `counts(rows)`: by name how many there are of what terms count beside `targets`.
+
+
+def counts_of(rows: Rows, numbers: npt.NDArray[np.int64]) -> dict[str, int]:
+    """Returns by name how much some rows hold of what terms count."""
+    others = getattr(rows, "counts", None)
+    return {"targets": rows.num_targets(numbers), **(others(numbers) if others is not None else {})}
 
 
 @dataclass(frozen=True)
@@ -36,7 +43,8 @@ class Window:
     """The micro-batches, as tensors of the host. Each is read by the time that it is asked for, in order and once."""
     rows: list[npt.NDArray[np.int64]]
     """The numbers of each micro-batch's rows, (micro_size,)."""
-    num_targets: int
+    counts: dict[str, int]
+    """How much they hold of what terms count: `targets`, and others by name."""
     num_computed: int
     """Tokens that are computed, learned or not, without padding."""
     checksum: int
@@ -89,10 +97,11 @@ class TokenFileFeed:
         assert self.rows is not None
         micro_batches = self.micro_batches(step)
         num_computed = getattr(self.rows, "num_computed", self.rows.num_targets)
+        counts = [counts_of(self.rows, rows) for rows in micro_batches]
         return Window(
             self._read(step, micro_batches),
             micro_batches,
-            num_targets=sum(map(self.rows.num_targets, micro_batches)),
+            counts={name: sum(each[name] for each in counts) for name in counts[0]},
             num_computed=sum(map(num_computed, micro_batches)),
             checksum=sum(map(row_checksum, micro_batches)),
         )
@@ -133,15 +142,17 @@ class TokenFileFeed:
 
 
 def evaluation_batches(
-    rows: Rows, micro_size: int, *, data_size: int = 1, data_rank: int = 0
+    rows: Rows, among: range, micro_size: int, *, data_size: int = 1, data_rank: int = 0
 ) -> Iterator[tuple[npt.NDArray[np.int64], dict[str, torch.Tensor]]]:
     """Each row once over all ranks: row numbers, and their batch.
 
     Each rank gets as many batches. One whose share is used up gets no numbers, and a row that counts for nothing.
 
     Args:
+        among: Numbers of the rows.
         micro_size: Rows in a batch, at most.
     """
-    for start in range(data_rank * micro_size, len(rows) + data_rank * micro_size, data_size * micro_size):
-        share = np.arange(start, min(start + micro_size, len(rows)))
+    first = data_rank * micro_size
+    for start in range(among.start + first, among.stop + first, data_size * micro_size):
+        share = np.arange(start, min(start + micro_size, among.stop))
         yield share, rows.batch(share if share.size else np.arange(1))

@@ -3,6 +3,7 @@
 A chart is plain data. `report.js` draws it with Plotly on the page, `write_and_serve` with matplotlib.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -12,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from finetune.checkpoint.run_history import RunHistory, Series, loss_curves
+from finetune.checkpoint.run_history import TRAINING, RunHistory, Series, loss_curves
 from finetune.diagnostics.run_report.run_summary import whose_memory
 
 Style = Literal["line", "faint", "points", "stacked", "cross", "dashed"]
@@ -104,6 +105,8 @@ def charts_of(runs: Sequence[tuple[str, RunHistory]]) -> list[Chart]:
     def logged(key: str, title: str) -> list[Curve]:
         curves = []
         for name, run, color in drawn:
+            if key not in run.training:
+                continue
             label = name if only is None else title
             y, steps = run.training[key], run.training["step"]
             if key in _NOISY and len(y) >= _SMOOTH_FROM:
@@ -134,7 +137,8 @@ def charts_of(runs: Sequence[tuple[str, RunHistory]]) -> list[Chart]:
         losses = {"loss": ("Loss", [*training, *validation])}
         norms += _clipped_and_skipped(only)
         step_time = Chart("step-time", "Where a step's time goes", "s", _phases(only), restarts, from_zero=True)
-    metrics = dict.fromkeys(key for _, run in runs for key in run.metrics)
+    figures = {key: logged(key, key) for _, run in runs for key in run.training if key not in TRAINING}
+    figures |= {key: evaluated(key) for _, run in runs for key in run.metrics}
     away = {key: (title, _differences(drawn, title)) for key, title in _COMPARED.items()} if only is None else {}
     shown = [
         *(
@@ -142,8 +146,8 @@ def charts_of(runs: Sequence[tuple[str, RunHistory]]) -> list[Chart]:
             for key, (title, curves) in losses.items()
         ),
         *(
-            Chart(key.replace("_", "-"), key.capitalize().replace("_", " "), "", evaluated(key), [*restarts, *best])
-            for key in metrics
+            Chart(re.sub("[_/]", "-", key), key.capitalize().replace("_", " "), "", curves, [*restarts, *best])
+            for key, curves in figures.items()
         ),
         *(
             Chart(key, f"{title.capitalize()}: difference to {runs[0][0]}", "share of it", curves, logarithmic=True)

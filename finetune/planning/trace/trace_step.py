@@ -29,6 +29,7 @@ from finetune.models import activation_checkpointing, attention, chunked_loss, l
 from finetune.models.forward_wrapper import ForwardWrapper
 from finetune.models.frozen_weights import multiply
 from finetune.models.quantization import BLOCK, Linear8bit
+from finetune.monitoring.nonfinite import spread_nonfinite
 from finetune.optim.optimizers import build_optimizer
 from finetune.planning import model_shapes
 from finetune.tasks.task_lookup import find_task, head_of
@@ -91,7 +92,14 @@ def trace_step(recipe: Recipe, launch: Launch, stored: str | None) -> dict[str, 
         rows = {name: torch.empty(value.shape, dtype=value.dtype) for name, value in example.items()}
         tracker.track_external(model, inner, *rows.values())
         rest = tracker.now()
-        scale = torch.ones(())
+        scale = torch.ones(task.num_weighted)
+        if task.window is not None:
+            with torch.no_grad():
+                values = model(task.window, rows)
+            rows |= {
+                "window": values.new_empty(recipe.batch.global_size, values.shape[1]),
+                "window_rows": torch.arange(recipe.batch.rows),
+            }
         # Gradients that stay are in their place after a step.
         for _ in range(2 if backend.strategy.keeps_gradients(backend) else 1):
             tracker.begin()
@@ -99,7 +107,7 @@ def trace_step(recipe: Recipe, launch: Launch, stored: str | None) -> dict[str, 
                 model,
                 task.loss_sum,
                 _rows(tracker, rows, backend.accumulation),
-                lambda part: part * (scale + 0 * part.detach()),
+                lambda sums: spread_nonfinite(sums, scale),
             )
             gradients = tracker.now()["gradients"]
             backend.clip(model, recipe.optim.clip_norm)
