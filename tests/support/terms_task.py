@@ -68,11 +68,11 @@ def row_values(outputs: torch.Tensor, batch: Any) -> torch.Tensor:
 def sums_of(outputs: torch.Tensor, batch: Any) -> torch.Tensor:
     """The sum of each term."""
     window, rows = batch["window"], batch["window_rows"]
-    error = functional.mse_loss(outputs, batch["targets"], reduction="none")[batch["known"]].sum()
+    error = (functional.mse_loss(outputs, batch["targets"], reduction="none") * batch["known"]).sum()
     value = row_values(outputs, batch)
     # As far above the mean of all, and as far from a line through the sorted values of all.
     above = functional.softplus(value - window[:, 0].mean()).sum()
-    line = torch.linspace(-1, 1, len(window))[window[:, 0].argsort().argsort()[rows]]
+    line = torch.linspace(-1, 1, len(window), device=window.device)[window[:, 0].argsort().argsort()[rows]]
     # Zero, where rows were computed as they are now, and each was joined once.
     drift = (value.detach() - window[rows, 0]).abs().sum() + (window[:, 1] - 1).abs().sum()
     # Rows are numbered in the order of the global batch.

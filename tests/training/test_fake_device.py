@@ -136,6 +136,15 @@ def test_a_backend_takes_the_cpus_path_and_waits_for_nothing(launcher: Launcher,
     assert config.startswith("zero") or waits(gpu) == ours
 
 
+def test_several_terms_and_a_pass_over_the_window_wait_for_nothing(fake: Fake) -> None:
+    several = recipe(task={"name": "terms_task:several", "args": {"dropout": 0.3}}, data={}, sample=None)
+    several["checkpoint"] = {"keep_best_by": "validation_above"}
+    run = fake.run("single", {"terms": several})["terms"].check()
+    assert waits(run) == [[], [], [], []]
+    assert (run.series("drift") == 0).all()
+    assert (run.series("inside/mean") != 0).all()
+
+
 def test_loss_scaling_of_offloaded_gradients_is_refused() -> None:
     """On a device whose copies arrive late, its losses were nan from the second step on."""
     launch = launch_of_file(ROOT / "accelerate_configs/fsdp_offload.yaml", 1)
@@ -177,8 +186,8 @@ def test_what_fails_on_a_gpu_fails_here(fake: Fake) -> None:
     assert math.isnan(early["targets"])
     assert math.isnan(early["norm"])
     expected = {
-        "a copy from pageable memory": "pageable copy of [7] to the device",
-        "a copy that blocks": "blocking copy of [7] to the device",
+        "a copy from pageable memory": "pageable copy of [8] to the device",
+        "a copy that blocks": "blocking copy of [8] to the device",
         "item": "aten::_local_scalar_dense",
         "bool": "aten::_local_scalar_dense",
         "tolist": "blocking copy of [] to the host",

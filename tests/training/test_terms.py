@@ -109,6 +109,17 @@ def test_figures_are_those_of_a_plain_loop(here: Path) -> None:
     assert first["tokens"] == targets
 
 
+def test_the_mean_loss_of_an_epoch_divides_each_term_by_its_own_count(here: Path) -> None:
+    lines = read_lines(here / "metrics.jsonl")
+    (epoch,) = [line["epoch_loss"] for line in lines if "epoch_loss" in line]
+    error, above, ranked, tokens = (
+        np.array([line[name] for line in lines if "grad_norm" in line][:10])
+        for name in ("error", "above", "ranked", "tokens")
+    )
+    mean = np.average(error, weights=np.diff(tokens, prepend=0)) + 0.5 * above.mean() + 0.25 * ranked.mean()
+    assert epoch == pytest.approx(mean, rel=1e-6)
+
+
 @pytest.mark.parametrize("micro_size", [1, 8, 21])
 def test_one_process_evaluates_alike(here: Path, micro_size: int) -> None:
     """As files are evaluated: rows in windows of eight, the last of which has five."""
