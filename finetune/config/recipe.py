@@ -20,7 +20,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from finetune.config import config_files
+from finetune.config import config_files, preference_losses
 from finetune.config.peer_keys import called_here
 from finetune.config.provenance import Origin, concerns_key, place_of, places, printable
 from finetune.config.recipe_schema import LengthSection, Recipe, Section, is_given, ranking, section_in
@@ -61,6 +61,9 @@ class RowFacts:
     """Names that `eval.metrics` takes."""
     figures: tuple[str, ...] | None = None
     """Figures of evaluations beside the loss; None where nobody knows them."""
+
+    judged: bool = False
+    """True if a row is answers to a prompt that are preferred or not: `documents`, each answer one."""
 
     @property
     def one_document(self) -> bool:
@@ -436,6 +439,15 @@ def task_conflicts(recipe: Recipe, rows: RowFacts) -> Iterable[str]:
         if recipe.chat is not None:
             who = "a classifier" if rows.labels else name
             yield f"chat: {who} reads no conversations; remove the section"
+    if rows.judged:
+        if recipe.data.packing != "documents":
+            yield f"data.packing: a row of {name} holds each answer as a document; set `documents`"
+        if recipe.chat is not None and (recipe.chat.train_on == "all" or recipe.chat.too_long == "cut_left"):
+            yield f"chat: {name} learns answers, after whole prompts; remove `train_on: all` and `too_long: cut_left`"
+        given = recipe.preference.model_dump(exclude_unset=True, exclude_none=True) if recipe.preference else {}
+        yield from preference_losses.problems(name, given)
+    elif recipe.preference is not None:
+        yield f"preference: {name} learns no preferences; remove the section, or set task.name to `dpo`"
     if rows.labels and recipe.sample is not None:
         yield "sample: a classifier writes no text; remove the section"
     sides = {"train": recipe.data.train, "validation": recipe.data.validation}

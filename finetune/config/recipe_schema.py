@@ -534,8 +534,8 @@ class TaskSection(Section):
 
     name: PathText = "causal_lm"
     """`causal_lm`, `sequence_classification`, `regression` (a number for each document), `token_classification` (a
-    class for each word), `seq2seq_lm` (a text from another one, by an encoder-decoder), or your own as
-    `package.module:object` or `file.py:object`."""
+    class for each word), `seq2seq_lm` (a text from another one, by an encoder-decoder), `dpo`, `cpo`, `simpo` or `orpo`
+    (preferences of pairs of answers), or your own as `package.module:object` or `file.py:object`."""
     loss: PathText | None = None
     """Your own loss, named in the same way, in place of the task's: a function of network and batch that returns the
     sum over the batch's targets, a scalar in fp32."""
@@ -548,6 +548,36 @@ class TaskSection(Section):
     of rows. Evaluation is not weighted."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Arguments for a custom task."""
+
+
+class PreferenceSection(Section):
+    """Preferences: the losses of pairs of answers, by TRL's names, and their hyperparameters. Which losses a task has,
+    and which of these keys a loss reads, is checked."""
+
+    loss: tuple[str, ...] = ()
+    """Losses whose weighted sum is learned. Left out: `sigmoid` for `dpo` and `cpo`. `dpo` has `sigmoid`, `hinge`,
+    `ipo`, `sigmoid_norm`, `robust`, `exo_pair`, `discopop`, `sft`, `nca_pair`, `bco_pair`, `sppo_hard`, `apo_zero`,
+    `apo_down`, `aot` and `aot_unpaired`; `cpo` has `sigmoid`, `hinge` and `ipo`; `simpo` and `orpo` have one."""
+    loss_weights: tuple[PositiveFloat, ...] | None = None
+    """A factor for each loss. Left out: 1."""
+    beta: Annotated[PositiveFloat, "factor of log ratios"] = 0.1
+    """How much the difference of answers counts: the larger, the nearer the policy stays to the reference. Of `orpo`
+    the factor of the odds ratio."""
+    label_smoothing: Annotated[float, "share of labels"] = 0.0
+    """Share of pairs whose answers are taken to be exchanged."""
+    f_divergence: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = "reverse_kl"
+    """Divergence from the reference that losses of score differences are derived from."""
+    f_alpha: Annotated[float, "order"] = 0.5
+    """Order of `alpha_divergence`."""
+    discopop_tau: Annotated[PositiveFloat, "temperature"] = 0.05
+    """Temperature of `discopop`."""
+    ranking: Literal["extremes", "all"] = "extremes"
+    """Pairs of a record that ranks several answers: the best against the worst, or each against all that are worse."""
+    gamma: Annotated[float, "margin"] = 0.5
+    """Target margin of `simpo`."""
+    sft_weight: Annotated[float | None, "factor"] = None
+    """Factor of the mean cross-entropy of chosen tokens beside the loss of `cpo`, `simpo` and `orpo`. Left out: 1; 0
+    for `simpo`."""
 
 
 class BatchSection(Section):
@@ -663,6 +693,8 @@ class Recipe(Section):
     data: DataSection = DataSection()
     chat: ChatSection | None = None
     """Left out: sources hold documents, not conversations."""
+    preference: PreferenceSection | None = None
+    """Left out: the defaults, for tasks that learn preferences."""
     checks: ChecksSection = ChecksSection()
     batch: BatchSection = BatchSection()
     length: LengthSection = LengthSection()

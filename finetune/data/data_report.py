@@ -83,6 +83,30 @@ class TargetReport:
 
 
 @dataclass(frozen=True)
+class PairReport:
+    """Figures of pairs of answers. Copies by weight are counted."""
+
+    pairs: int
+    chosen: float
+    """Mean number of learned tokens of chosen answers."""
+    rejected: float
+    """The same of rejected ones."""
+    longer: int
+    """Pairs whose chosen answer is the longer one."""
+    shorter: int
+    """Pairs whose chosen answer is the shorter one."""
+
+    def line(self) -> str:
+        """Returns a line for people."""
+        best = max(self.longer, self.shorter) + (self.pairs - self.longer - self.shorter) / 2
+        return (
+            f"pairs: {self.pairs:,}, chosen answers of {self.chosen:.1f} tokens on average and rejected ones of "
+            f"{self.rejected:.1f}; the chosen one is longer in {self.longer:,} and shorter in {self.shorter:,}: length "
+            f"alone predicts {best / max(1, self.pairs):.1%}"
+        )
+
+
+@dataclass(frozen=True)
 class SplitReport:
     """The training or the validation documents."""
 
@@ -124,6 +148,8 @@ class SplitReport:
     """Documents, or words, of each class, copies by weight counted; empty for other tasks."""
     labels_cut: int = 0
     """Labelled words behind the end of a row."""
+    pairs: PairReport | None = None
+    """None for other tasks than those of preferences."""
     numbers: TargetReport | None = None
     """None for other tasks than regression."""
 
@@ -267,8 +293,8 @@ def _finding_line(finding: Finding) -> str:
 
 def _target_lines(split: SplitReport) -> list[str]:
     """Returns a line on the classes, the largest first, or on the numbers that are learned; none for other tasks."""
-    if split.numbers is not None:
-        return [split.numbers.line()]
+    if (figures := split.numbers or split.pairs) is not None:
+        return [figures.line()]
     ordered = sorted(split.classes.items(), key=lambda item: -item[1])
     return [f"classes: {some([f'{name} {count:,}' for name, count in ordered])}"] if ordered else []
 

@@ -16,6 +16,7 @@ from finetune.config.recipe_schema import Recipe, Source
 from finetune.data import data_report
 from finetune.data.chat.chat_encoder import ChatEncoder
 from finetune.data.chat.chat_templates import find_template
+from finetune.data.chat.preference_encoder import PreferenceEncoder
 from finetune.data.class_labels import ClassList, KnownClasses
 from finetune.data.prepared_cache import Cache, NotPreparedError
 from finetune.data.progress_bar import documents_bar
@@ -80,7 +81,7 @@ class _Reader:
     """The tokenizer, and what is made with it."""
 
     tokenizer: PreTrainedTokenizerBase
-    encoder: Encoder | ChatEncoder
+    encoder: Encoder | ChatEncoder | PreferenceEncoder
     around: tuple[special_tokens.Wrapping, ...]
     """Tokens around each text of a row; see `RowKind.around`."""
     identity: dict[str, Any]
@@ -237,7 +238,9 @@ def _no_row(request: _Request) -> str:
     return f"{data.sequence_length} tokens ({why}). {advice}."
 
 
-def _estimate_rows(recipe: Recipe, corpora: Sequence[Corpus], encoder: Encoder | ChatEncoder | None) -> int:
+def _estimate_rows(
+    recipe: Recipe, corpora: Sequence[Corpus], encoder: Encoder | ChatEncoder | PreferenceEncoder | None
+) -> int:
     """Estimates the training rows from each source's first documents; without a tokenizer, a token is 3 bytes."""
     data, rows = recipe.data, 0.0
     for corpus in corpora:
@@ -248,7 +251,7 @@ def _estimate_rows(recipe: Recipe, corpora: Sequence[Corpus], encoder: Encoder |
         else:
             count = corpus.source.sample or len(texts) + sum(1 for _ in unread)
         each = 1.0
-        if data.packing != "padded":
+        if data.packing != "padded" and not isinstance(encoder, PreferenceEncoder):
             lengths: Sequence[float] = [len(text) / 3 for text in texts]
             if isinstance(encoder, ChatEncoder):
                 lengths = [encoder.encode(text, corpus.name).ids.size for text in texts]
@@ -267,17 +270,20 @@ def _open(request: _Request, side: str) -> list[Corpus]:
     data, chat, corpora = request.recipe.data, request.recipe.chat, []
     sources: tuple[Source, ...] = getattr(data, side)
     for number, source in enumerate(sources):
-        form, key = None, f"data.{side}.{number}"
-        if chat is not None:
-            named = (source.format, source.fields, chat.roles, source.text_field)
-            form = RecordForm(*named, strip=data.strip, tolerance=request.tolerance, source=key)
+        key, roles = f"data.{side}.{number}", {} if chat is None else chat.roles
+        named = (source.format, source.fields, roles, source.text_field)
+        form: Any = RecordForm(*named, strip=data.strip, tolerance=request.tolerance, source=key)
+        if request.kind.form is not None:
+            form = request.kind.form(form, request.recipe)
+        elif chat is None:
+            form = None
         corpora.append(open_source(source, request.kind.fields(source, form=form, source=key)))
     return corpora
 
 
 def _rules(request: _Request, held_out: float) -> Rules:
     data, kind = request.recipe.data, request.kind
-    if request.recipe.chat is not None:
+    if request.recipe.chat is not None or kind.form is not None:
         # What is hashed and kept is JSON, and what is said in it stays as it is.
         return Rules(False, False, held_out)
     return Rules(data.strip, data.lowercase, held_out, by_class=kind.labels == "class" and held_out > 0)
@@ -340,13 +346,17 @@ def _find_reader(request: _Request, corpora: Sequence[Corpus], held_out: float) 
     eos = found.eos_token_id if data.add_eos and not facts[0] else None
     if chat is None:
         options: dict[str, Any] = {"num_workers": data.num_workers, "paired": request.paired, "around": (bos, eos)}
-        return _Reader(found, Encoder(found, request.kind.encode, **options), *facts)
+        return _Reader(found, _of_kind(request, Encoder(found, request.kind.encode, **options)), *facts)
     template = find_template(found, chat.template, chat.template_args)
     if chat.template is not None:
         # What is trained is what the saved tokenizer writes.
         found.chat_template = template.text
     options = {"row_length": data.sequence_length, "around": (bos, eos), "tolerance": request.tolerance}
-    return _Reader(found, ChatEncoder(found, template, chat, **options), *facts)
+    return _Reader(found, _of_kind(request, ChatEncoder(found, template, chat, **options)), *facts)
+
+
+def _of_kind(request: _Request, encoder: Encoder | ChatEncoder) -> Encoder | ChatEncoder | PreferenceEncoder:
+    return PreferenceEncoder(encoder, request.recipe.data.sequence_length) if request.kind.judged else encoder
 
 
 def _tokenise(request: _Request, reader: _Reader, corpora: Sequence[Corpus], held_out: float) -> dict[str, _Side]:

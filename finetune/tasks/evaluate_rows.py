@@ -103,7 +103,7 @@ def evaluate_rows(
     totals = backend.all_reduce_sum(sums).tolist()
     means = mean_figures(terms, totals[: len(terms)], [held[term.counts] for term in terms])
     whole = {"loss": means["loss"], "targets": float(held["targets"])}
-    if task.rows.writes_text:
+    if "perplexity" in (task.rows.figures or ()):
         whole["perplexity"] = math.exp(min(totals[0] / max(1.0, held[terms[0].counts]), 700.0))
     figures = evaluation.figures_of(totals[len(terms) :], values, names)
     return replace(figures, whole=whole | means | figures.whole), values

@@ -21,7 +21,7 @@ class BuiltIn(NamedTuple):
     """A task that ships, which is imported once it is asked for."""
 
     place: str
-    """As `package.module:object`."""
+    """As `package.module:object`, a task or a function of the recipe that returns one."""
     kind: str
     """The module of its kind of rows, without torch."""
 
@@ -38,6 +38,10 @@ BUILT_IN = {
     "regression": BuiltIn("finetune.tasks.regression:REGRESSION", "numbers"),
     "seq2seq_lm": BuiltIn("finetune.tasks.seq2seq:SEQ2SEQ_LM", "source_target"),
     "token_classification": BuiltIn("finetune.tasks.token_classification:TOKEN_CLASSIFICATION", "tags"),
+    **{
+        name: BuiltIn(f"finetune.tasks.preferences.pairs:{name}", "answer_pairs")
+        for name in ("dpo", "cpo", "simpo", "orpo")
+    },
 }
 """The built-in tasks by name."""
 
@@ -98,7 +102,9 @@ def named_task(recipe: Recipe) -> Task:
     """
     name = recipe.task.name
     task = import_object(BUILT_IN[name].place if name in BUILT_IN else name, "task.name")
-    if not isinstance(task, Task) and callable(task):
+    if name in BUILT_IN and not isinstance(task, Task):
+        task = task(recipe)
+    elif not isinstance(task, Task) and callable(task):
         try:
             task = task(**recipe.task.args)
         except TypeError as error:
@@ -114,8 +120,8 @@ def named_task(recipe: Recipe) -> Task:
 
 def built_in_task(fits: Callable[["Head"], bool]) -> Task | None:
     """The built-in task whose head fits; None if there is none."""
-    tasks: Iterator[Task] = (import_object(one.place, "task.name") for one in BUILT_IN.values())
-    return next((task for task in tasks if task.head is not None and fits(task.head)), None)
+    tasks = (import_object(one.place, "task.name") for one in BUILT_IN.values())
+    return next((t for t in tasks if isinstance(t, Task) and t.head is not None and fits(t.head)), None)
 
 
 def head_of(recipe: Recipe) -> "Head | None":

@@ -51,7 +51,7 @@ from finetune.tasks.metrics import Metric, build_metrics
 from finetune.tasks.prompt_set import Prompt, read_prompts
 from finetune.tasks.task import Task, TaskData
 from finetune.tasks.task_lookup import find_task
-from finetune.training import micro_batch_search, preflight
+from finetune.training import micro_batch_search, preflight, reference_scores
 from finetune.training.built_run import BuiltRun, Length, TrainState, measure_length
 from finetune.training.dry_run import check_run
 from finetune.training.micro_batch_search import MicroBatchChoice
@@ -176,6 +176,10 @@ def _build_watched(plan: RunPlan, watch: RankWatch, quiet: bool) -> BuiltRun:
     if recipe.log.profile is not None and not resume.finished:
         folder = directory.path / "profile"
         profiler = Profiler(folder, backend.rank, first=resume.step, steps=recipe.log.profile, last=last)
+    data = inputs.data
+    if not resume.finished:
+        score = partial(reference_scores.add_reference, backend, built.model, inputs.task)
+        data = score(data, recipe, inputs.base, partial(watch.mark, START))
     resume.restore(backend, network, built.optimizer)
     reporter = _open_run(plan, backend, built, identity, resume, quiet)
     adapter_keys = lora_adapters.adapter_keys(network) if recipe.lora is not None else None
@@ -184,14 +188,14 @@ def _build_watched(plan: RunPlan, watch: RankWatch, quiet: bool) -> BuiltRun:
         recipe=recipe,
         backend=backend,
         task=inputs.task,
-        data=inputs.data,
+        data=data,
         length=inputs.length,
         prompts=inputs.prompts,
         metrics=inputs.metrics,
         model=built.model,
         optimizer=built.optimizer,
         feed=TokenFileFeed(
-            inputs.data.train,
+            data.train,
             inputs.order,
             first_step=resume.step,
             first_position=resume.position,

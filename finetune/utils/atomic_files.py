@@ -36,13 +36,18 @@ def sync_to_disk(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
+    """Replaces a file's content by a text in UTF-8, as `write_bytes` does."""
+    write_bytes(path, text.encode("utf-8"))
+
+
+def write_bytes(path: Path, content: bytes) -> None:
     """Replaces a file's content; a crash or a full disk leaves the old one or the new."""
     staging = path.with_name(path.name + ".staging")
     try:
         staging.unlink(missing_ok=True)
         # A new file in any case: one that is there may be a link to somewhere else.
-        with open(os.open(staging, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "w", encoding="utf-8") as file:
-            file.write(text)
+        with open(os.open(staging, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb") as file:
+            file.write(content)
         sync_to_disk(staging)
         os.replace(staging, path)
     except OSError:

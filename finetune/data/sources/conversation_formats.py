@@ -116,10 +116,14 @@ class Conversation:
 
     @staticmethod
     def from_json(text: str | bytes) -> "Conversation | str":
-        """A conversation; or the text of a document that is none, or of both that are a pair."""
+        """A conversation; or the text of a document that is none, of both that are a pair, or of a preference."""
         tree = json.loads(text)
         if isinstance(tree, list):
             return " ".join(tree)
+        if "prompt" in tree:
+            answers = (tree.get(name) or "" for name in ("prompt", "chosen", "rejected", "completion"))
+            turns = (turn for one in answers for turn in ([one] if isinstance(one, str) else one))
+            return "\n".join(turn if isinstance(turn, str) else str(turn.get("content", "")) for turn in turns)
         return str(tree["text"]) if "text" in tree else Conversation(**tree)
 
 

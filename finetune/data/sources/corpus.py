@@ -90,7 +90,10 @@ class Corpus:
             require_encodable(document.pair, document.where, f"field '{self.fields.pair}'")
             for label in document.labels:
                 require_encodable(label, document.where, f"field '{self.fields.label}'")
-            yield document
+            if self.fields.form is None:
+                yield document
+            else:  # a line for each that the record holds
+                yield from (document._replace(text=text) for text in document.text.split("\n"))
         self.check_unchanged()
 
     def check_unchanged(self) -> None:
@@ -225,13 +228,16 @@ def _read_dataset(dataset: Any, fields: Fields, name: str) -> Iterator[Document]
 
 
 def _open_sample(source: Source, count: int, fields: Fields) -> Corpus:
-    """Stories; conversations, where they are wanted."""
+    """Stories; conversations or preferences, where they are wanted."""
     content = {"sample": count, "version": story_generator.GENERATOR_VERSION}
-    if fields.form is None or fields.form.format == "text":
-        made: Callable[[int], Iterator[NamedTuple]] = story_generator.stories
-        kind, kinds = "story", "stories"
-    else:
+    wanted = "text" if fields.form is None else fields.form.format
+    made: Callable[[int], Iterator[NamedTuple]] = story_generator.stories
+    kind, kinds = "story", "stories"
+    if wanted == "preferences":
+        made, kind, kinds = story_generator.preferences, "preference", "preferences"
+    elif wanted != "text":
         made, kind, kinds = story_generator.conversations, "conversation", "conversations"
+    if wanted != "text":
         content[kinds] = story_generator.CONVERSATIONS_VERSION
 
     def read(_: Meter) -> Iterator[Document]:

@@ -96,12 +96,20 @@ class PreferenceForm:
     ranking: Literal["extremes", "all"] = "extremes"
     """Pairs of a ranking: the best answer against the worst, or each against all that are worse."""
 
+    format = detected = "preferences"
+
+    @property
+    def unread(self) -> set[str]:
+        """Fields of records that hold something and are not read."""
+        return self.form.unread
+
     def fingerprint(self) -> list[Any]:
         """Lists all that decides how a record is read."""
         return [FORMAT_VERSION, self.form.fingerprint(), self.chat, dict(self.fields), self.ranking]
 
-    def read(self, record: Any, where: str) -> list[str]:
-        """Returns the preferences of a record, each as JSON: several of a ranking, none if it is broken and left out.
+    def read(self, record: Any, where: str) -> str:
+        """Returns the preferences of a record, a line of JSON each: several of a ranking, none if it is broken and left
+        out.
 
         Raises:
             DataError: If it is in no known format, or broken.
@@ -118,10 +126,10 @@ class PreferenceForm:
                 )
             heads = {path.partition(".")[0] for path in self.fields.values()}
             record = {**{key: value for key, value in record.items() if key not in heads}, **moved}
-            return [preference.to_json() for preference in self._preferences(record, where)]
+            return "\n".join(preference.to_json() for preference in self._preferences(record, where))
         except InvalidConversation as problem:
             self.tolerance.meet(problem)
-            return []
+            return ""
 
     def _preferences(self, record: Mapping[str, Any], where: str) -> Iterator[Preference]:
         label = next((name for name in _LABELS if name in record), None)

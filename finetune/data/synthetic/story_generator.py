@@ -22,7 +22,7 @@ from finetune.utils import json_files
 GENERATOR_VERSION = 1
 """Part of the cache's key: raise it whenever the stories or `stories.json` change."""
 CONVERSATIONS_VERSION = 1
-"""Part of the cache's key, beside the stories' own: raise it whenever the conversations change."""
+"""Part of the cache's key, beside the stories' own: raise it whenever the conversations, or the preferences, change."""
 
 ONE_WORD = "Answer in one word."
 SENTENCE = "Answer in a whole sentence."
@@ -154,6 +154,14 @@ class Chat(NamedTuple):
     label: str
 
 
+class Preference(NamedTuple):
+    """A question about a story, and two right answers: one word is preferred to a whole sentence."""
+
+    prompt: list[dict[str, str]]
+    chosen: list[dict[str, str]]
+    rejected: list[dict[str, str]]
+
+
 class _Fact(NamedTuple):
     """A question about the beginning of a story."""
 
@@ -171,6 +179,24 @@ def conversations(count: int, seed: int = 0) -> Iterator[Chat]:
     return distinct_items(
         count, lambda number: _chat(Dice(f"conversation/{seed}/{number}")), lambda chat: repr(chat.messages)
     )
+
+
+def preferences(count: int, seed: int = 0) -> Iterator[Preference]:
+    """Makes `count` distinct preferences.
+
+    The first `n` are the same whatever `count` is, on every machine and Python version.
+    """
+    return distinct_items(count, lambda number: _preference(Dice(f"preference/{seed}/{number}")), repr)
+
+
+def _preference(dice: Dice) -> Preference:
+    tale = tell_story(dice)
+    fact = dice.pick([fact for fact in _facts(tale) if fact.word])
+    passage = " ".join(
+        slot for slot in tale.slots[: 2 + read_story_data()["plots"][tale.label]["passage_slots"]] if slot
+    )
+    answers = ([{"role": "assistant", "content": text}] for text in (f"{fact.word}.", fact.answer))
+    return Preference([{"role": "user", "content": f"{passage} {fact.question}"}], *answers)
 
 
 def _chat(dice: Dice) -> Chat:

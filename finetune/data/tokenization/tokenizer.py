@@ -195,7 +195,7 @@ class Encoder:
             paired: Whether texts are pairs.
             around: Tokens before and behind each document.
         """
-        self._tokenizer, self._around = tokenizer, around
+        self._tokenizer, self.around = tokenizer, around
         self._encode = encode or (Encoder.encode_pairs if paired else Encoder.encode_texts)
         self._num_workers = num_workers or cores()
 
@@ -210,7 +210,7 @@ class Encoder:
 
     def key(self, tokenizer: Mapping[str, Any]) -> dict[str, Any]:
         """Everything beside the tokenizer, of which it takes the identity, that shapes tokens."""
-        return dict(zip(("bos", "eos"), self._around, strict=True))
+        return dict(zip(("bos", "eos"), self.around, strict=True))
 
     def encode(self, texts: Sequence[bytes]) -> Encoded:
         """Tokens of some documents in UTF-8."""
@@ -232,7 +232,7 @@ class Encoder:
             ]
         else:
             lists = [encoding.ids for encoding in self._fast.encode_batch_fast(texts, add_special_tokens=False)]
-        before, behind = ([] if token is None else [token] for token in self._around)
+        before, behind = ([] if token is None else [token] for token in self.around)
         if before or behind:
             lists = [[*before, *ids, *behind] if ids else ids for ids in lists]
         return Encoded(*_joined(lists), {})

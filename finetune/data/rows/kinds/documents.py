@@ -1,6 +1,6 @@
 """Documents of text, or conversations, of which each token is learned or those of answers."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,8 +26,12 @@ def _count(columns: Mapping[str, Any], packed: PackedRows) -> tuple[Int64s | Non
     return (columns["mask"].counts(packed.starts, packed.lengths) if "mask" in columns else None), 0
 
 
-def _batch(rows: TokenRows, numbers: Numbers) -> Arrays:
-    """Reads rows.
+def read_segments(rows: TokenRows, numbers: Numbers, width: int, *, restarts: bool) -> Arrays:
+    """Reads rows of documents.
+
+    Args:
+        width: Tokens of a row, (T or L).
+        restarts: Documents share rows.
 
     Returns:
         `input_ids` and `targets`, both (B, T) or (B, L) int64: the target is the token that follows the input, -100
@@ -36,9 +40,6 @@ def _batch(rows: TokenRows, numbers: Numbers) -> Arrays:
         int32 for D documents. There is no attention mask: it would make models look across documents.
     """
     packed, widths = rows.packed, rows.widths[numbers]
-    width = rows.row_length
-    if rows.packing == "padded":
-        width = min(width, round_up(int(widths.max(initial=1))))
     # All pairs of the batch at once: a Python step for each document would cost more than the reading.
     first = packed.row_starts[numbers]
     segments = ranges(first, packed.row_starts[numbers + 1] - first)
@@ -53,14 +54,22 @@ def _batch(rows: TokenRows, numbers: Numbers) -> Arrays:
     if "mask" in rows.columns:
         targets[destination[~rows.columns["mask"][source + 1]]] = IGNORED
     batch = {"input_ids": inputs, "targets": targets}
-    if rows.packing == "documents":
+    if restarts:
         batch["position_ids"] = (np.arange(width) - widths[:, None]).ravel()
         batch["position_ids"][destination] = within
     arrays: Arrays = {name: values.reshape(numbers.size, width) for name, values in batch.items()}
-    if rows.packing == "documents":
+    if restarts:
         ends = np.append(np.flatnonzero(batch["position_ids"] == 0), numbers.size * width)
         arrays["cu_seqlens"] = ends.astype(np.int32)
     return arrays
+
+
+def _batch(rows: TokenRows, numbers: Numbers) -> Arrays:
+    """Reads rows; see `read_segments`."""
+    width = rows.row_length
+    if rows.packing == "padded":
+        width = min(width, round_up(int(rows.widths[numbers].max(initial=1))))
+    return read_segments(rows, numbers, width, restarts=rows.packing == "documents")
 
 
 def _shapes(recipe: Recipe) -> dict[str, tuple[int, ...]]:
@@ -68,8 +77,9 @@ def _shapes(recipe: Recipe) -> dict[str, tuple[int, ...]]:
     return dict.fromkeys(names, (recipe.batch.rows, recipe.data.sequence_length))
 
 
-def _examples(rows: TokenRows, row: int, names: Sequence[str]) -> Iterator[Shown]:
-    batch, begin = {name: values[0] for name, values in _batch(rows, np.array([row])).items()}, 0
+def examples_of(rows: TokenRows, row: int, read: Callable[[TokenRows, Numbers], Arrays]) -> Iterator[Shown]:
+    """Yields the documents of a row, whose batches `read` returns."""
+    batch, begin = {name: values[0] for name, values in read(rows, np.array([row])).items()}, 0
     for segment in range(int(rows.packed.row_starts[row]), int(rows.packed.row_starts[row + 1])):
         start, length = int(rows.packed.starts[segment]), int(rows.packed.lengths[segment])
         ids = np.append(batch["input_ids"][begin : begin + length], rows.tokens[start + length])
@@ -88,5 +98,5 @@ KIND = RowKind(
     targets=lambda rows: rows.widths,
     batch=_batch,
     shapes=_shapes,
-    examples=_examples,
+    examples=lambda rows, row, names: examples_of(rows, row, _batch),
 )

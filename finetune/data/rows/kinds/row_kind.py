@@ -19,6 +19,7 @@ from finetune.config.recipe import RowFacts
 from finetune.config.recipe_schema import DataSection, Recipe, Source
 from finetune.data.class_labels import ClassList
 from finetune.data.rows.packed_rows import PackedRows, round_up
+from finetune.data.sources.conversation_formats import RecordForm
 from finetune.data.sources.readers import Document, Fields, read_text
 from finetune.data.tokenization.encoded import Encoded
 from finetune.data.tokenization.memmap import Int64s, Tokens
@@ -51,6 +52,9 @@ class RowKind(RowFacts):
 
     read: Callable[[Mapping[str, Any], Fields, str], Document] = read_text
     """Takes a document out of a record, given its fields, file and line."""
+    form: Callable[[RecordForm, Recipe], Any] | None = None
+    """What reads a record, of which JSON is kept, given the form for conversations; None: that form where the recipe
+    has a `chat` section, and else `read`."""
     key: tuple[str, ...] = ()
     """What that adds to the cache's key."""
     of_documents: Mapping[str, str] = field(default_factory=dict)
@@ -69,6 +73,8 @@ class RowKind(RowFacts):
     """What is learned of each document, or what positions in the list of labels stand for."""
     targets: Callable[["TokenRows"], Int64s] = _absent
     """Targets of each row, (rows,), where they are not stored."""
+    counts: Callable[["TokenRows", Numbers], dict[str, int]] = lambda rows, numbers: {}
+    """What rows hold, beside targets, of what terms count."""
     batch: Callable[["TokenRows", Numbers], Arrays] = _absent
     """Rows as arrays, given their numbers (B,); see the kind."""
     shapes: Callable[[Recipe], dict[str, tuple[int, ...]]] | None = None
@@ -121,6 +127,8 @@ class TokenRows:
     """Factor of the losses of each class, (C,); None where none is weighted."""
     stored_targets: Int64s | None = None
     """Targets of each row, (rows,), where the kind has to read documents to count them."""
+    scores: npt.NDArray[np.float32] | None = None
+    """What a reference gives each row, (rows, J); None where the task asks for nothing."""
 
     def __len__(self) -> int:
         return self.packed.num_rows
@@ -128,6 +136,10 @@ class TokenRows:
     def num_targets(self, rows: Numbers) -> int:
         """Targets that `batch(rows)` holds, without reading it."""
         return int(self._targets[rows].sum())
+
+    def counts(self, rows: Numbers) -> dict[str, int]:
+        """What `batch(rows)` holds beside targets of what terms count, by name."""
+        return self.kind.counts(self, rows)
 
     def num_computed(self, rows: Numbers) -> int:
         """Tokens that a network computes for `batch(rows)`, without padding."""
