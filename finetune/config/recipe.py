@@ -446,7 +446,7 @@ def task_conflicts(recipe: Recipe, rows: RowFacts) -> Iterable[str]:
             yield f"chat: {name} learns answers, after whole prompts; remove `train_on: all` and `too_long: cut_left`"
         given = recipe.preference.model_dump(exclude_unset=True, exclude_none=True) if recipe.preference else {}
         yield from preference_losses.problems(name, given)
-    elif recipe.preference is not None:
+    elif recipe.preference is not None and rows.figures is not None:
         yield f"preference: {name} learns no preferences; remove the section, or set task.name to `dpo`"
     if rows.labels and recipe.sample is not None:
         yield "sample: a classifier writes no text; remove the section"

@@ -81,6 +81,7 @@ def _unused_keys(recipe: Recipe, task: Task) -> Iterator[str]:
     own_rows = not (task.rows.writes_text or task.rows.labels)
     if own_rows:
         unused |= dict.fromkeys(("sample", "eval.prompts"), "writes no text; remove it")
+        unused["preference"] = "learns no preferences; remove it"
     if task.head is None:
         keys = ("quantization", "freeze", "gradient_checkpointing", "compile")
         why = "builds its own network, which this key does not change; remove it, or give the task a `head`"

@@ -1,0 +1,237 @@
+"""Learning from pairs of answers: the losses of the papers, the same however a batch is split, on every backend."""
+
+import copy
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import plain_preferences
+import pytest
+import torch
+from harness import Launcher, assert_same_path, read_lines
+from inside import Done, run_here, stop_after
+from recipes_for_tests import base
+from testdata import MODEL
+
+from finetune.config.preference_losses import LOSSES
+from finetune.config.recipe import validate_recipe
+from finetune.models.forward_wrapper import unwrap
+from finetune.tasks.task_lookup import BUILT_IN
+from finetune.training.built_run import BuiltRun
+from finetune.utils.errors import FinetuneError, RecipeError
+
+
+def job(task: str = "dpo", micro_size: int = 4, **sections: Any) -> dict[str, Any]:
+    """Eight steps of eight pairs of built-in answers, a little more than an epoch."""
+    return base(
+        task={"name": task},
+        **{
+            "model": {"name": MODEL, "config": None},
+            "tokenizer": {"name": None},
+            "data": {"train": [{"sample": 60}], "validation": [{"sample": 12}], "sequence_length": 512},
+            "chat": {"template": "plain"},
+            "batch": {"global_size": 8, "micro_size": micro_size},
+            "length": {"steps": 8},
+            "optim": {"name": "AdamW", "lr": 2e-3, "weight_decay": 0.0, "clip_norm": None, "args": {"eps": 1e-6}},
+            "schedule": {"name": "constant", "warmup_steps": 0},
+            "eval": {"every_steps": 4, "micro_size": 3},
+            **sections,
+        },
+    )
+
+
+MIXED = {"loss": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5], "beta": 0.3}
+RUNS = {
+    "mixed": job(preference=MIXED),
+    "sorted": job(preference={"loss": ["aot"], "beta": 0.3}),
+    "adapted": job(lora={"rank": 4}, checkpoint={"every_steps": 4, "keep": 2}),
+    "odds": job("orpo"),
+}
+ON = {
+    "single": [*RUNS],
+    "ddp": [*RUNS],
+    "fsdp": [*RUNS],
+    "zero2": ["mixed"],
+    "zero3": ["mixed", "adapted", "sorted"],
+    "fsdp_tp": ["mixed"],
+}
+LAUNCHED_RUNS = {config: {f"pairs_{name}": RUNS[name] for name in names} for config, names in ON.items()}
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        pytest.param(config, name, marks=pytest.mark.xdist_group(config))
+        for config, names in ON.items()
+        for name in names
+        if config != "single"
+    ],
+)
+def test_pairs_take_the_single_process_path(launcher: Launcher, config: str, name: str) -> None:
+    single, other = (launcher.many(kind, LAUNCHED_RUNS[kind])[f"pairs_{name}"].check() for kind in ("single", config))
+    assert_same_path(single, other, 2e-5)
+    for figure in ("loss", "logps/chosen", "logps/rejected", "rewards/accuracies", "rewards/margins"):
+        one, two = (run.validation(f"validation_{figure}") for run in (single, other))
+        assert two == pytest.approx(one, rel=1e-4, abs=1e-5), figure
+    if name != "odds":
+        assert other.series("loss")[0] == pytest.approx(
+            np.log(2) + 0.5 * other.series("sft")[0] * (name == "mixed"), rel=1e-5
+        )
+
+
+def first_steps(run: BuiltRun, count: int) -> Iterator[list[plain_preferences.Pair]]:
+    """Yields the pairs of a run's first global batches, as ids of prompts and answers."""
+    for step in range(count):
+        rows = np.concatenate(run.feed.micro_batches(step))  # type: ignore[attr-defined]
+        yield [pair_of(run, int(row)) for row in rows]
+
+
+def pair_of(run: BuiltRun, row: int) -> plain_preferences.Pair:
+    rows: Any = run.data.train
+    halves = []
+    for segment in (2 * row, 2 * row + 1):
+        start, length = int(rows.packed.starts[segment]), int(rows.packed.lengths[segment]) + 1
+        ids, learned = rows.tokens[start : start + length], rows.columns["mask"][np.arange(start, start + length)]
+        begin = int(learned.argmax())
+        assert learned[begin : begin + int(learned.sum())].all()
+        halves.append((ids[:begin].tolist(), ids[begin : begin + int(learned.sum())].tolist()))
+    assert halves[0][0] == halves[1][0], "one prompt"
+    return plain_preferences.Pair(halves[0][0], halves[0][1], halves[1][1])
+
+
+@pytest.mark.parametrize("sft_weight", [0.0, 0.5], ids=["", "sft"])
+def test_the_path_is_that_of_a_plain_loop(sft_weight: float, tmp_path: Path) -> None:
+    """Of torch alone, with padded rows and whole logits, from the paper's formula; 20 steps."""
+    preference = {**MIXED, "loss_weights": [1.0, sft_weight]} if sft_weight else {"beta": 0.3}
+    plain: list[plain_preferences.Trained] = []
+
+    def meddle(run: BuiltRun) -> None:
+        network: Any = copy.deepcopy(unwrap(run.model))
+        network.config._attn_implementation = "eager"
+        keys = {"lr": 2e-3, "weight_decay": 0.0, "eps": 1e-6}
+        pairs = [*first_steps(run, 20)]
+        plain.append(plain_preferences.train_dpo(network, pairs, 0.3, sft_weight=sft_weight, **keys))
+
+    tree = job(preference=preference, length={"steps": 20}, output={"dir": str(tmp_path / "run")})
+    done = run_here({**tree, "model": {**tree["model"], "loss": "chunked"}}, meddle)
+    np.testing.assert_allclose(done.losses, plain[0].losses, rtol=1e-5, atol=1e-6)
+    # Of weights whose gradient is almost nothing, Adam's steps follow rounding.
+    for name, weight in done.weights.items():
+        assert (weight - plain[0].weights[name]).norm() <= 1e-4 * weight.norm(), name
+
+
+def two_steps(tree: dict[str, Any], folder: Path) -> Done:
+    return run_here({**tree, "length": {"steps": 2}, "eval": {"at_end": False}, "output": {"dir": str(folder)}})
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "exo_pair": {"label_smoothing": 0.01},
+    "robust": {"label_smoothing": 0.1},
+    "aot": {"label_smoothing": 0.1},
+}
+
+
+@pytest.mark.parametrize(
+    ("task", "preference"),
+    [
+        *(("dpo", {"loss": [name], **OPTIONS.get(name, {})}) for name in LOSSES["dpo"]),
+        ("dpo", {"loss": ["sigmoid", "sft"], "f_divergence": "js_divergence"}),
+        *(("cpo", {"loss": [name]}) for name in LOSSES["cpo"]),
+        ("simpo", {"beta": 2.0, "gamma": 1.0, "sft_weight": 0.1}),
+        ("orpo", {}),
+    ],
+    ids=str,
+)
+def test_micro_batches_change_no_loss(task: str, preference: dict[str, Any], tmp_path: Path) -> None:
+    ones = [two_steps(job(task, size, preference=preference), tmp_path / str(size)) for size in (8, 2)]
+    whole, split = (read_lines(one.directory / "metrics.jsonl") for one in ones)
+    steps = [(a, b) for a, b in zip(whole, split, strict=True) if "grad_norm" in a]
+    assert len(steps) == 2
+    for a, b in steps:
+        for key in a.keys() - {"time"}:
+            if key in ("loss", "grad_norm") or "/" in key or key in preference.get("loss", ()):
+                assert b[key] == pytest.approx(a[key], rel=2e-5, abs=1e-5), key
+
+
+def test_the_reference_is_computed_once_and_what_is_damaged_again(tmp_path: Path) -> None:
+    def scores(name: str, **sections: Any) -> np.ndarray:
+        kept: list[np.ndarray] = []
+        tree = job(data={**job()["data"], "cache_dir": str(tmp_path / "cache")}, length={"steps": 1}, **sections)
+        run_here({**tree, "output": {"dir": str(tmp_path / name)}}, lambda run: kept.append(run.data.train.scores))  # type: ignore[union-attr]
+        return kept[0]
+
+    first = scores("one")
+    files = sorted((tmp_path / "cache").glob("reference-*/*.npy"))
+    assert len(files) == 2, "one for training, one for validation"
+    written = [file.stat().st_mtime_ns for file in files]
+    again = scores("two", optim={**job()["optim"], "lr": 1e-2}, batch={"global_size": 4, "micro_size": 2})
+    assert np.array_equal(first, again)
+    assert [file.stat().st_mtime_ns for file in files] == written
+    files[0].write_bytes(files[0].read_bytes()[:-1] + b"\x01")
+    files[1].write_bytes(b"")
+    mended = scores("three")
+    assert np.allclose(first, mended, rtol=1e-6)
+    scores("four", lora={"rank": 2})
+    assert len(list((tmp_path / "cache").glob("reference-*"))) == 4, "another network has another reference"
+
+
+def test_a_resumed_run_has_the_reference_that_it_began_with(tmp_path: Path) -> None:
+    tree = job(preference=MIXED, checkpoint={"every_steps": 4}, output={"dir": str(tmp_path / "run")})
+    tree["data"] = {**tree["data"], "cache_dir": str(tmp_path / "cache")}
+    whole = run_here({**tree, "output": {"dir": str(tmp_path / "whole")}})
+    run_here(tree, stop_after(4))
+    for file in (tmp_path / "cache").glob("reference-*/*.npy"):
+        file.unlink()
+    resumed = run_here(tree)
+    assert resumed.losses[-4:] == whole.losses[-4:]
+    assert all(torch.equal(weight, resumed.weights[name]) for name, weight in whole.weights.items())
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"preference": {"loss": ["sigmoidal"]}}, "preference.loss names sigmoidal"),
+        ({"preference": {"loss": ["exo_pair"]}}, "exo_pair takes the logarithm"),
+        ({"preference": {"loss": ["robust"], "label_smoothing": 0.5}}, "label_smoothing is 0.5"),
+        ({"data": {**job()["data"], "packing": "padded"}}, "set `documents`"),
+        ({"chat": {"template": "plain", "train_on": "all"}}, "train_on: all"),
+        ({"task": {"name": "causal_lm"}, "preference": {}}, "learns no preferences"),
+    ],
+)
+def test_what_is_refused(sections: dict[str, Any], words: str) -> None:
+    with pytest.raises(RecipeError, match=re.escape(words)):
+        validate_recipe({**job(), **sections}, tasks=BUILT_IN)
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "both answers are the same"),
+        ({"prompt": "a", "chosen": "", "rejected": "b"}, "the answer is empty"),
+        ({"prompt": "a", "chosen": "b"}, "a preference has `chosen` and `rejected`"),
+    ],
+)
+def test_bad_pairs_are_refused_by_row(record: dict[str, str], words: str, tmp_path: Path) -> None:
+    good = {"prompt": "What is it?", "chosen": "A fox.", "rejected": "It is a fox."}
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("".join(json.dumps(one) + "\n" for one in (good, record)))
+    data = {**job()["data"], "train": [{"path": str(file)}], "validation": []}
+    with pytest.raises(FinetuneError, match="line 2.*" + re.escape(words)):
+        run_here({**job(data=data), "output": {"dir": str(tmp_path / "run")}})
+
+
+def test_texts_without_turns_are_pairs_too(tmp_path: Path) -> None:
+    """Where tokens of prompt and answer merge, the answer begins with the token that holds both."""
+    file = tmp_path / "pairs.jsonl"
+    file.write_text(json.dumps({"prompt": "Once upon a ti", "chosen": "me there was", "rejected": "ger"}) + "\n")
+    tree = job(data={**job()["data"], "train": [{"path": str(file)}], "validation": []}, chat=None, length={"steps": 1})
+    rows: list[Any] = []
+    run_here(
+        {**tree, "batch": {"global_size": 1, "micro_size": 1}, "output": {"dir": str(tmp_path / "run")}}, rows.append
+    )
+    report = rows[0].data.report["train"]
+    assert report["chat"]["shared"] == 1
+    assert report["pairs"]["pairs"] == 1
