@@ -121,6 +121,11 @@ def evaluate_files(
         opened.require_labels()
     if task.rows.labels and task.rows.labels != "number":
         known = KnownClasses(opened.class_names, f"the classifier {opened.home or opened.tokenizer_folder}")
+    if task.reference is not None:
+        raise RecipeError(
+            "--data: the run compares answers with a reference, its model as training began, which is not kept with "
+            "the model. Name the file in data.validation of the run's recipe, whose evaluations have the reference."
+        )
     prepared = prepare.prepare_data(recipe, task.rows, known=known)
     rows, report = prepared.validation, prepared.report.validation
     if rows is None or report is None:
