@@ -39,7 +39,7 @@ def problems(task: str, keys: Mapping[str, Any]) -> list[str]:
     """
     ranges = _RANGES | (_DISTILLED if task == "distill" else {})
     found = [
-        f"preference.{key} is {keys[key]}; it is {allowed}."
+        f"preference.{key} is {keys[key]}; it is {allowed}"
         for key, (least, most, allowed) in ranges.items()
         if key in keys and not least <= keys[key] <= most
     ]
@@ -47,31 +47,31 @@ def problems(task: str, keys: Mapping[str, Any]) -> list[str]:
     losses = list(keys.get("loss", known[:1]))
     if unknown := [name for name in losses if name not in known]:
         allowed = f"has {', '.join(known)}" if known else "has one loss, and no such key"
-        found.append(f"preference.loss names {', '.join(unknown)}; task {task} {allowed}.")
+        found.append(f"preference.loss names {', '.join(unknown)}; task {task} {allowed}")
     if known and len({*losses}) != max(len(losses), 1):
-        found.append(f"preference.loss is {losses}; it names at least one loss, and each once.")
+        found.append(f"preference.loss is {losses}; it names at least one loss, and each once")
     weights = list(keys.get("loss_weights", [1.0] * len(losses)))
     if len(weights) != len(losses) or not all(0 < weight < math.inf for weight in weights):
-        found.append(f"preference.loss_weights is {weights}; it has a number above 0 for each of {losses}.")
+        found.append(f"preference.loss_weights is {weights}; it has a number above 0 for each of {losses}")
     if smoothing := keys.get("label_smoothing"):
         smoothed = _SMOOTHED.get(task, ())
         if task != "simpo" and not {*losses} & {*smoothed}:
             which = f"of the losses of {task}, {', '.join(smoothed)} do" if smoothed else f"{task} has no such loss"
             found.append(
                 f"preference.label_smoothing is {smoothing}, and {', '.join(losses) or task} does not take it: {which}."
-                " Remove the key, or name another loss."
+                " Remove the key, or name another loss"
             )
     elif "exo_pair" in losses:
-        found.append("preference.label_smoothing is 0, of which exo_pair takes the logarithm; its authors take 0.001.")
+        found.append("preference.label_smoothing is 0, of which exo_pair takes the logarithm; its authors take 0.001")
     divergence = keys.get("f_divergence", "reverse_kl")
     if divergence != "reverse_kl" and (others := [name for name in losses if name in _OF_RATIOS]):
         found.append(
             f"preference.f_divergence is {divergence}, and {', '.join(others)} has reverse_kl alone: other divergences "
-            f"leave a term that cancels in differences of rewards only. {', '.join(_OF_SCORES)} take them."
+            f"leave a term that cancels in differences of rewards only. {', '.join(_OF_SCORES)} take them"
         )
     if keys.get("weighted") and (others := [name for name in losses if name in SORTED_LOSSES]):
         found.append(
             f"preference.weighted is true, and {', '.join(others)} joins answers of different pairs, whose weights it "
-            "cannot have. Remove one of them."
+            "cannot have. Remove one of them"
         )
     return found

@@ -63,7 +63,7 @@ class RowFacts:
     """Figures of evaluations beside the loss; None where nobody knows them."""
 
     judged: bool = False
-    """True if a row is answers to a prompt that are preferred or not: `documents`, each answer one."""
+    """True if a row is two answers to a prompt, of which one is preferred: `documents`, each answer one."""
 
     @property
     def one_document(self) -> bool:
@@ -444,8 +444,10 @@ def task_conflicts(recipe: Recipe, rows: RowFacts) -> Iterable[str]:
             yield f"data.packing: a row of {name} holds each answer as a document; set `documents`"
         if recipe.chat is not None and (recipe.chat.train_on == "all" or recipe.chat.too_long == "cut_left"):
             yield f"chat: {name} learns answers, after whole prompts; remove `train_on: all` and `too_long: cut_left`"
+        if recipe.length.tokens is not None:
+            yield f"length.tokens: pairs of {name} are of any length; give steps or epochs"
         given = recipe.preference.model_dump(exclude_unset=True, exclude_none=True) if recipe.preference else {}
-        yield from preference_losses.problems(name, given)
+        yield from preference_losses.problems(name, {key: value for key, value in given.items() if value != ()})
     elif recipe.preference is not None and rows.figures is not None:
         yield f"preference: {name} learns no preferences; remove the section, or set task.name to `dpo`"
     if rows.labels and recipe.sample is not None:

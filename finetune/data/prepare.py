@@ -475,7 +475,7 @@ def _report(
         ended = total if kind.reads_source else total - made["truncated"]
     if wants_end and eos is None and ended < total:
         text_findings = (Finding(data_report.NO_END, total - ended, total, counts["issues"]["first"]), *text_findings)
-    every, places = np.arange(len(rows)), len(rows) * rows.row_length * max(1, len(rows.around))
+    every, places = np.arange(len(rows)), len(rows) * rows.row_length * (2 if kind.judged else max(1, len(rows.around)))
     # Records of a source belong to neither side before they are read: said once, with the training side.
     own = side.name == token_files.TRAIN
     # What was left out on purpose has no tokens either.

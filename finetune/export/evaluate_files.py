@@ -124,7 +124,7 @@ def evaluate_files(
     if task.reference is not None:
         raise RecipeError(
             "--data: the run compares answers with a reference, its model as training began, which is not kept with "
-            "the model. Name the file in data.validation of the run's recipe, whose evaluations have the reference."
+            "the model. Name the file as validation data in the run's recipe, whose evaluations have the reference."
         )
     prepared = prepare.prepare_data(recipe, task.rows, known=known)
     rows, report = prepared.validation, prepared.report.validation

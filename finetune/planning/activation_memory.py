@@ -131,7 +131,7 @@ def predict_activations(
     recipe, s = variant.recipe, shape_of(variant)
     if s is None:
         return None
-    half, length = is_half(recipe), recipe.data.sequence_length
+    half, length = is_half(recipe), variant.row_tokens
     tokens, c = setting.micro * length, 2 if half else 4
     # True if the inputs of MLPs' last modules are kept.
     last = any(inputs == s.f * s.parts and kept for inputs, kept in variant.linears)

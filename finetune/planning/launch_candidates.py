@@ -150,10 +150,8 @@ def peak_memory(
     Returns:
         Bytes by what they are for; and True if activations are counted, which takes a transformer.
     """
-    data = variant.recipe.data
-    rank_data = data.model_copy(update={"sequence_length": data.sequence_length // launch.sequence})
-    rows = replace(variant, recipe=variant.recipe.model_copy(update={"data": rank_data}))
-    counted = predict_activations(rows, setting, whole=share.keeps_inputs, device=device)
+    part = replace(variant, row_tokens=variant.row_tokens // launch.sequence)
+    counted = predict_activations(part, setting, whole=share.keeps_inputs, device=device)
     sizes = counted or Activations()
     weights = (memory.frozen + memory.trained - share.masters) * (launch.offload_params == "none")
     weights += share.masters * (launch.offload_optimizer == "none")

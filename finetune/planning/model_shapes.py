@@ -43,6 +43,8 @@ class Variant:
     kind: str
     """One of `KINDS`."""
     recipe: Recipe
+    row_tokens: int
+    """Tokens of a row."""
     specs: ParamSpecs
     flops_per_token: float
     forward_flops: float
@@ -211,6 +213,8 @@ def _read_variant(network: nn.Module, kind: str, recipe: Recipe, scales: int) ->
     return Variant(
         kind=kind,
         recipe=recipe,
+        # A row of preferences is two documents.
+        row_tokens=length * (2 if find_task(recipe).rows.judged else 1),
         specs=_param_specs(caller, recipe, scales, splits),
         flops_per_token=flops_per_target(network, length),
         forward_flops=flops_per_target(network, length, forward=True),

@@ -97,7 +97,7 @@ def count_work(variant: Variant, rows: int | None) -> Work:
     """Counts a variant's arithmetic; `rows` are training rows, for a length in epochs."""
     recipe = variant.recipe
     length, size = recipe.length, recipe.batch.global_size
-    steps, a_step = length.steps, size * recipe.data.sequence_length
+    steps, a_step = length.steps, size * variant.row_tokens
     if length.tokens is not None:
         steps = -(-length.tokens // a_step)
     elif length.epochs is not None and rows is not None:
@@ -131,7 +131,7 @@ def predict_time(candidate: Candidate, variant: Variant, machines: Machines, ste
         # A head's products forward, and for the gradients of its inputs and, if it is trained, weights.
         head = [p for p in variant.specs.units[variant.specs.head] if len(p.shape) == 2]
         a_token += (launch.tensor - 1) * sum(2.0 * p.elements * (2 if p.group is None else 3) for p in head)
-    tokens = recipe.batch.global_size * recipe.data.sequence_length
+    tokens = recipe.batch.global_size * variant.row_tokens
     rate = ranks * machines.gpu.bf16_tflops * 1e12 * machines.utilisation
     compute = tokens * a_token / rate
     backward = compute * (1 - forward / a_token)
@@ -212,7 +212,7 @@ def flows_of_rows(launch: Launch, variant: Variant, setting: StepSetting, accumu
     if parts == 1 or shape is None:
         return []
     heads = 2 * (shape.a + math.lcm(shape.k, parts))
-    tokens = setting.micro * variant.recipe.data.sequence_length // parts
+    tokens = setting.micro * variant.row_tokens // parts
     times = (3 if setting.checkpointed else 2) * accumulation * shape.layers
     moved = times * tokens * heads * shape.d * (2 if is_half(variant.recipe) else 4) * (parts - 1) // parts
     return [Flow("all_to_all", "parts of rows", moved, parts, "none", 4 * times, apart=launch.tensor)]
@@ -230,7 +230,7 @@ def flows_of_layers(launch: Launch, variant: Variant, setting: StepSetting, accu
     if parts == 1 or shape is None:
         return []
     ring = 2 * (parts - 1) / parts
-    tokens = setting.micro * variant.recipe.data.sequence_length // launch.sequence
+    tokens = setting.micro * variant.row_tokens // launch.sequence
     calls = (5 if setting.checkpointed else 4) * accumulation * shape.layers
     flows = [Flow("all_reduce", "parts of layers", round(ring * calls * 4 * tokens * shape.h), parts, "none", calls)]
     if variant.loss_by_head:

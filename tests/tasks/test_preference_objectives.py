@@ -399,7 +399,7 @@ def test_figures_are_sums_and_counts() -> None:
 @pytest.mark.parametrize(
     ("task", "keys", "said"),
     [
-        ("dpo", {"beta": 0.0}, "preference.beta is 0.0; it is a number above 0."),
+        ("dpo", {"beta": 0.0}, "preference.beta is 0.0; it is a number above 0"),
         ("dpo", {"beta": math.nan}, "preference.beta is nan"),
         ("dpo", {"loss": ["robust"], "label_smoothing": 0.5}, "label_smoothing is 0.5; it is from 0 to below 0.5"),
         ("dpo", {"loss": ["exo_pair"]}, "label_smoothing is 0, of which exo_pair takes the logarithm"),
@@ -422,7 +422,7 @@ def test_figures_are_sums_and_counts() -> None:
         ("dpo", {"discopop_tau": 1.0}, "discopop_tau is 1.0; it is above 0 and below 1"),
         ("dpo", {"ld_alpha": 1.5}, "ld_alpha is 1.5; it is from 0 to 1"),
         ("kto", {"undesirable_weight": 0}, "undesirable_weight is 0; it is a number above 0"),
-        ("kto", {"loss": ["sigmoid"]}, "preference.loss names sigmoid; task kto has kto, apo_zero_unpaired."),
+        ("kto", {"loss": ["sigmoid"]}, "preference.loss names sigmoid; task kto has kto, apo_zero_unpaired"),
         ("orpo", {"loss": ["sigmoid"]}, "task orpo has one loss, and no such key"),
         ("reward", {"centering": -0.1}, "centering is -0.1"),
         ("simpo", {"gamma": -1}, "gamma is -1; it is a number from 0 on"),

@@ -35,7 +35,13 @@ def dpo(recipe: Recipe) -> Task:
     """Losses of log ratios to a reference; see `objectives.pair_loss`."""
     section = _section(recipe)
     names = section.loss or ("sigmoid",)
-    options = section.model_dump(include={"beta", "label_smoothing", "f_divergence", "f_alpha", "discopop_tau"})
+    options: dict[str, Any] = {
+        "beta": section.beta,
+        "label_smoothing": section.label_smoothing,
+        "f_divergence": section.f_divergence,
+        "f_alpha": section.f_alpha,
+        "discopop_tau": section.discopop_tau,
+    }
 
     def losses(policy: Pair, batch: Batch) -> list[torch.Tensor]:
         reference, tokens = _pair(batch["reference"]), _pair(batch["learned"])
