@@ -112,6 +112,11 @@ FEATURES = {
             },
         },
     ),
+    "preferences": Feature(
+        "preferences of pairs",
+        {"task.name": "dpo"},
+        {"data.packing": "documents", "data.train": [{"sample": 60}], "data.validation": [], "chat.template": "plain"},
+    ),
     "own_task": Feature("custom task", {"task.name": "own_task:mlp"}),
     "fp32": Feature("fp32", {"precision": "fp32"}),
     "bf16": Feature("bf16", {"precision": "bf16"}),
@@ -213,6 +218,11 @@ def _rows() -> Iterator[tuple[str, ...]]:
     yield written, "single ddp fsdp zero3", "targets padded all SGD fp32 evaluation accumulation"
     yield written, "single ddp fsdp zero3", "targets padded all AdamW fp32 texts sampling"
     yield written, "single ddp fsdp zero3", "targets padded lora AdamW fp32 evaluation accumulation"
+    preferred = "training/test_preferences.py::test_pairs_take_the_single_process_path[{}-%s]"
+    yield preferred % "every", "ddp fsdp zero2 zero3 fsdp_tp", "preferences chat documents all AdamW fp32 evaluation"
+    yield preferred % "adapted", "ddp fsdp zero3", "preferences chat documents lora AdamW fp32 evaluation"
+    plain_loop = "training/test_preferences.py::test_the_path_is_that_of_a_plain_loop[sft]"
+    yield plain_loop, "single", "preferences chat documents all AdamW fp32 evaluation"
     checkpointed = "ARCHITECTURES.llama_checkpointed"
     yield networks % "llama_checkpointed", _TWO, f"checkpointing all {_PLAIN}", checkpointed
     fp8 = "fp8 bf16 checkpointing all AdamW documents evaluation"
