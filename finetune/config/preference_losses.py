@@ -15,7 +15,6 @@ LOSSES = {
 }
 """Losses of each task that has several, by TRL's names; the first is the default."""
 _SMOOTHED = {"dpo": ("robust", "exo_pair", *SORTED_LOSSES), "cpo": ("sigmoid",)}
-_DISTILLED = {"beta": (0.0, 1.0, "from 0 (forward KL) to 1 (reverse KL)")}
 # The least and the largest value of each key.
 _ABOVE_0 = (math.ulp(0), 1e9, "a number above 0")
 _NOT_NEGATIVE = (0.0, 1e9, "a number from 0 on")
@@ -37,10 +36,9 @@ def problems(task: str, keys: Mapping[str, Any]) -> list[str]:
         task: `task.name`.
         keys: The section's keys without those that are null.
     """
-    ranges = _RANGES | (_DISTILLED if task == "distill" else {})
     found = [
         f"preference.{key} is {keys[key]}; it is {allowed}"
-        for key, (least, most, allowed) in ranges.items()
+        for key, (least, most, allowed) in _RANGES.items()
         if key in keys and not least <= keys[key] <= most
     ]
     known = LOSSES.get(task, ())
@@ -68,10 +66,5 @@ def problems(task: str, keys: Mapping[str, Any]) -> list[str]:
         found.append(
             f"preference.f_divergence is {divergence}, and {', '.join(others)} has reverse_kl alone: other divergences "
             f"leave a term that cancels in differences of rewards only. {', '.join(_OF_SCORES)} take them"
-        )
-    if keys.get("weighted") and (others := [name for name in losses if name in SORTED_LOSSES]):
-        found.append(
-            f"preference.weighted is true, and {', '.join(others)} joins answers of different pairs, whose weights it "
-            "cannot have. Remove one of them"
         )
     return found

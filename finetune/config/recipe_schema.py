@@ -571,6 +571,8 @@ class PreferenceSection(Section):
     """Order of `alpha_divergence`."""
     discopop_tau: Annotated[PositiveFloat, "temperature"] = 0.05
     """Temperature of `discopop`."""
+    ld_alpha: Annotated[float | None, "factor"] = None
+    """What tokens beyond the length of the shorter answer count in the sums of `dpo` (LD-DPO). Left out: as others."""
     ranking: Literal["extremes", "all"] = "extremes"
     """Pairs of a record that ranks several answers: the best against the worst, or each against all that are worse."""
     gamma: Annotated[float, "margin"] = 0.5

@@ -99,6 +99,15 @@ def _own_rows() -> "RowKind":
     return RowKind()
 
 
+class Reference(NamedTuple):
+    """What a reference gives each row."""
+
+    compute: Callable[["nn.Module", Batch], "torch.Tensor"]
+    """Returns the values of each row, (B, J) in fp32."""
+    key: Any = None
+    """What they depend on beside the name of the task, JSON-able."""
+
+
 @dataclass(frozen=True)
 class Task:
     """An objective: data, network and loss."""
@@ -117,9 +126,9 @@ class Task:
     """Values of each row, (B, J) in fp32, computed without gradients for the whole global batch before the first
     backward pass. In `loss_sum` a batch then has them all as `window`, (G, J), and the numbers of its own rows among
     them as `window_rows`, (B,). Where rows are split over ranks, values of their parts are summed."""
-    reference: Callable[["nn.Module", Batch], "torch.Tensor"] | None = None
-    """Values of each row, (B, J) in fp32, that are computed once, by the network as training begins, and kept beside
-    the data: a batch then has them as `reference`. Of rows that are read by a kind, and have a column for them."""
+    reference: Reference | None = None
+    """What is computed of each row once, by the network as training begins, and kept beside the data: a batch then has
+    it as `reference`. Of rows that are read by a kind, and have a column for it."""
     scores: Callable[["nn.Module", Batch], "torch.Tensor"] | None = None
     """Scores of the classes of each row, (B, C), or of each token, (B, L, C), or the row's number, (B, 1), in fp32, for
     `finetune predict`."""

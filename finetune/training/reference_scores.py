@@ -56,14 +56,14 @@ def add_reference(
     """
     if task.reference is None:
         return data
-    sections = {name: getattr(recipe, name) for name in ("model", "lora", "data", "chat", "preference")}
+    sections = {name: getattr(recipe, name) for name in ("model", "lora", "data", "chat")}
     unlike = {"data": {"train", "validation", "cache_dir", "num_workers"}, "model": {"name", "revision"}}
     key = {
         "version": _VERSION,
         "base": None if base is None else base["digest"],
         "seed": recipe.seed,
         "precision": backend.precision,
-        "task": recipe.task.model_dump(mode="json"),
+        "task": [recipe.task.model_dump(mode="json"), task.reference.key],
         "data": [data.digest, dict(data.contents)],
         **{
             name: None if section is None else section.model_dump(mode="json", exclude=unlike.get(name))
@@ -78,7 +78,7 @@ def add_reference(
         if not isinstance(rows, TokenRows):
             raise RecipeError("task.name: a task with a `reference` has rows of `data`. Leave its `build_data` out.")
         folder = Path(recipe.data.cache_dir) / f"reference-{digest_of({**key, 'side': name})}"
-        scores = _scores(backend, model, task.reference, rows, recipe.batch.rows, folder, progress)
+        scores = _scores(backend, model, task.reference.compute, rows, recipe.batch.rows, folder, progress)
         if not np.isfinite(scores).all():
             row = int(np.flatnonzero(~np.isfinite(scores).all(1))[0])
             raise DataError(

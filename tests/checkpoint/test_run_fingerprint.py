@@ -31,6 +31,7 @@ from finetune.utils.errors import FinetuneError, RecipeError
 LORA = {"lora": {}}
 CHAT = {"source.path": "chats.jsonl", "chat.template": "plain"}
 CLASSES = {"task.name": "sequence_classification", "data.packing": "padded"}
+PAIRS = {"task.name": "dpo", "source.path": "pairs.jsonl", "preference.beta": 0.2}
 SCALED = {"optim.lr_scaling": "linear", "optim.reference_batch": 8}
 
 
@@ -97,6 +98,17 @@ MATHEMATICS: dict[str, tuple[Any, dict[str, Any]]] = {
     "chat.roles": ({"agent": "assistant"}, CHAT),
     "chat.drop_tools": (True, CHAT),
     "chat.drop_reasoning": (True, CHAT),
+    "preference.loss": (["hinge"], {**PAIRS, "preference.loss": ["sigmoid"]}),
+    "preference.loss_weights": ([2.0], PAIRS),
+    "preference.beta": (0.3, PAIRS),
+    "preference.label_smoothing": (0.1, {**PAIRS, "preference.loss": ["robust"]}),
+    "preference.f_divergence": ("forward_kl", PAIRS),
+    "preference.f_alpha": (0.7, PAIRS),
+    "preference.discopop_tau": (0.1, PAIRS),
+    "preference.ld_alpha": (0.5, PAIRS),
+    "preference.ranking": ("all", PAIRS),
+    "preference.gamma": (0.7, PAIRS),
+    "preference.sft_weight": (0.3, PAIRS),
     "batch.global_size": (2, {}),
     "optim.name": ("SGD", {}),
     "optim.lr": (1e-5, {}),
@@ -194,6 +206,7 @@ BY_CONTENT = {"model.name", "model.revision", "tokenizer.revision"} | {
 }
 
 SEVERAL = {"task.name": {"task.name", "data"}, "task.args": {"task.args", "task.args.width"}}
+SEVERAL |= {"preference.ranking": {"preference.ranking", "data"}}
 SEVERAL |= {"optim.args": {"optim.args", "optim.args.eps"}, "model.config": {"model.config.hidden_size"}}
 
 
@@ -219,6 +232,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (made / f"{name}.jsonl").write_text("".join(json.dumps(story) + "\n" for story in stories))
     talks = [{"question": f"q{i}", "other": f"o{i}", "answer": f"a{i}"} for i in range(61)]
     (made / "chats.jsonl").write_text("".join(json.dumps(talk) + "\n" for talk in talks))
+    pairs = [{"prompt": f"q{i}", "chosen": f"a{i}", "rejected": f"b{i}"} for i in range(61)]
+    (made / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     (made / "other.jinja").write_text(
         "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
     )

@@ -21,19 +21,15 @@ from finetune.tasks.preferences.objectives import (
     aot_loss,
     baseline,
     centering,
-    distillation,
     divergence_scores,
     kto,
-    length_desensitized,
     log1mexp,
     orpo,
     pair_figures,
     pair_loss,
-    policy_weights,
     reward,
     smoothed,
     window_values,
-    with_rest,
     without_reference,
 )
 
@@ -193,28 +189,6 @@ def test_f_divergences_of_any_pair_are_finite(name: str, divergence: str, w: flo
     assert all(half.grad is not None and bool(half.grad.isfinite()) for half in policy)
 
 
-def test_lengths_and_weights() -> None:
-    head, tail, _ = drawn()
-    mixed = length_desensitized(head, tail, 0.25)
-    torch.testing.assert_close(mixed.rejected, head.rejected + tail.rejected / 4)
-    torch.testing.assert_close(length_desensitized(head, tail, 1.0).chosen, head.chosen + tail.chosen)
-
-    random = np.random.default_rng(0)
-    logits = torch.from_numpy(random.normal(size=(2, 5, 11))).requires_grad_()  # two answers of 5 and of 3 tokens
-    written = torch.from_numpy(random.integers(0, 11, (2, 5)))
-    mask = torch.tensor([[1.0] * 5, [1.0] * 3 + [0.0] * 2])
-    p = logits.softmax(-1)
-    logs = (logits.log_softmax(-1).gather(-1, written[..., None])[..., 0] * mask).sum(1, keepdim=True)
-    squares = ((p**2).sum(-1).log() * mask).sum(1, keepdim=True)
-    weight = policy_weights(Pair(*logs), Pair(*squares), pair([5.0], [3.0]))
-    expected = 1.0
-    for row, n in ((0, 5), (1, 3)):
-        factors = [p[row, t, written[row, t]] / (p[row, t] ** 2).sum() for t in range(n)]
-        expected *= math.prod(f.item() for f in factors) ** (1 / n)
-    assert weight.item() == pytest.approx(expected)
-    assert not weight.requires_grad
-
-
 @pytest.mark.parametrize("name", SORTED_LOSSES)
 @pytest.mark.parametrize("ties", [False, True])
 def test_sorted_losses_are_those_of_the_global_batch_however_it_is_split(name: str, ties: bool) -> None:
@@ -328,52 +302,6 @@ def test_the_baseline_is_not_negative_and_has_no_gradient() -> None:
 
 def logs(seed: int, tokens: int = 4, outcomes: int = 9) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(seed).normal(0, 2, (tokens, outcomes))).log_softmax(-1)
-
-
-@pytest.mark.parametrize("beta", [0.0, 0.3, 0.5, 1.0])
-def test_distillation(beta: float) -> None:
-    student, teacher = logs(0), logs(1)
-    s, t = student.exp().numpy(), teacher.exp().numpy()
-    m = beta * t + (1 - beta) * s
-
-    def kl(p: Floats, q: Floats) -> Any:
-        return (p * np.log(p / q)).sum(-1)
-
-    wanted = kl(t, s) if beta == 0 else kl(s, t) if beta == 1 else beta * kl(t, m) + (1 - beta) * kl(s, m)
-    np.testing.assert_allclose(distillation(student, teacher, beta).numpy(), wanted, rtol=1e-9)
-    np.testing.assert_allclose(distillation(student, student, beta).numpy(), 0, atol=1e-12)
-    assert torch.autograd.gradcheck(lambda x: distillation(x.log_softmax(-1), teacher, beta), student.requires_grad_())
-
-
-@given(
-    beta=st.sampled_from([0.0, 0.2, 0.5, 1.0]), scale=st.floats(0, 1e3), seed=st.integers(0, 99), masked=st.booleans()
-)
-def test_distillation_of_anything_is_finite(beta: float, scale: float, seed: int, masked: bool) -> None:
-    logits = (logs(seed) * scale).float().requires_grad_()
-    teacher = (logs(seed + 1) * scale).float()
-    if masked:
-        teacher[:, 2:4] = -math.inf
-    loss = distillation(logits.log_softmax(-1), teacher.log_softmax(-1), beta)
-    loss.sum().backward()
-    assert logits.grad is not None
-    assert bool(loss.isfinite().all() & logits.grad.isfinite().all())
-    assert loss.min() > -1e-4
-
-
-@pytest.mark.parametrize("k", [1, 4, 9])
-@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
-def test_stored_outcomes_and_the_rest(k: int, beta: float) -> None:
-    student, teacher = logs(2), logs(3)
-    best, index = teacher.topk(k)
-    rest = with_rest(best)
-    np.testing.assert_allclose(rest.exp().sum(-1).numpy(), 1, atol=1e-6)
-    joined = distillation(with_rest(student.gather(-1, index)), rest, beta)
-    whole = distillation(student, teacher, beta)
-    assert bool((joined <= whole + 1e-6).all())
-    if k == 9:
-        torch.testing.assert_close(joined, whole, rtol=1e-4, atol=1e-5)
-    # Rounded to fewer digits, they may add up to more than 1.
-    assert bool(with_rest(best + 1e-2).isfinite().all())
 
 
 def test_figures_are_sums_and_counts() -> None:

@@ -142,6 +142,27 @@ def test_the_path_is_that_of_a_plain_loop(sft_weight: float, tmp_path: Path) -> 
         assert (weight - plain[0].weights[name]).norm() <= 1e-4 * weight.norm(), name
 
 
+def test_tokens_beyond_the_shorter_answer_count_less(tmp_path: Path) -> None:
+    """LD-DPO, in the policy's sums and in the reference's."""
+
+    def meddle(run: BuiltRun) -> None:
+        rows: Any = run.data.train
+        network: Any = unwrap(run.model)
+        with torch.no_grad():
+            for row in range(6):
+                pair = pair_of(run, row)
+                shorter = min(len(pair.chosen), len(pair.rejected))
+                for half, answer in enumerate((pair.chosen, pair.rejected)):
+                    ids = torch.tensor([[*pair.prompt, *answer]])
+                    logs = network(input_ids=ids, use_cache=False).logits[0, :-1].log_softmax(-1)
+                    each = logs.gather(1, ids[0, 1:, None])[len(pair.prompt) - 1 :, 0]
+                    wanted = each[:shorter].sum() + 0.25 * each[shorter:].sum()
+                    assert rows.scores[row, half] == pytest.approx(wanted.item(), rel=1e-5)
+
+    tree = job(preference={"ld_alpha": 0.25}, length={"steps": 1}, output={"dir": str(tmp_path / "run")})
+    assert run_here(tree, meddle).losses == [pytest.approx(np.log(2), rel=1e-6)]
+
+
 def test_the_reference_is_computed_once_and_what_is_damaged_again(tmp_path: Path) -> None:
     def scores(name: str, **sections: Any) -> np.ndarray:
         kept: list[np.ndarray] = []
@@ -160,7 +181,9 @@ def test_the_reference_is_computed_once_and_what_is_damaged_again(tmp_path: Path
     files[1].write_bytes(b"")
     mended = scores("three")
     assert np.allclose(first, mended, rtol=1e-6)
-    scores("four", lora={"rank": 2})
+    scores("four", preference={"beta": 0.5})
+    assert len(list((tmp_path / "cache").glob("reference-*"))) == 2, "the same sums"
+    scores("five", lora={"rank": 2})
     assert len(list((tmp_path / "cache").glob("reference-*"))) == 4, "another network has another reference"
 
 

@@ -22,8 +22,6 @@ from torch.nn.functional import logsigmoid, relu
 _MAX_EXPONENT = 30.0
 # The step below 1 in fp32: no sum of probabilities is known more exactly.
 _SMALLEST_REST = 2.0**-24
-# exp of it is 0 in fp32, and a product with it is that 0, where -inf makes it NaN.
-_LOG_ZERO = -1e4
 
 
 class Pair(NamedTuple):
@@ -46,14 +44,6 @@ class Pair(NamedTuple):
         return self.chosen - self.rejected
 
 
-def length_desensitized(head: Pair, tail: Pair, alpha: float) -> Pair:
-    """Returns head + alpha tail, the sums over tokens up to the shorter answer's length, and beyond it.
-
-    Source: LD-DPO, arXiv:2409.06411. LF weights the policy's tail only, and takes the reference's sums whole.
-    """
-    return Pair(head.chosen + alpha * tail.chosen, head.rejected + alpha * tail.rejected)
-
-
 def divergence_scores(ratios: Pair, divergence: str = "reverse_kl", alpha: float = 0.5) -> Pair:
     """Returns the scores f'(exp r).
 
@@ -71,16 +61,6 @@ def divergence_scores(ratios: Pair, divergence: str = "reverse_kl", alpha: float
         return ratios
     ends = (((power * ratio).clamp(max=_MAX_EXPONENT), relu(power * ratio - _MAX_EXPONENT)) for ratio in ratios)
     return Pair(*((torch.expm1(below) + math.exp(_MAX_EXPONENT) * beyond) / power for below, beyond in ends))
-
-
-def policy_weights(policy: Pair, log_sum_squares: Pair, tokens: Pair) -> Tensor:
-    """Returns exp of the sum of both answers' means of log p_t - log sum_v p_v^2, (P,), without a gradient.
-
-    v is the vocabulary; `log_sum_squares` are sums over the answer. The task does not weight `sft`, with which TRL ends
-    in an error of torch. Source: WPO, arXiv:2406.11827, eq. 2 and section 3.3.
-    """
-    means = policy.minus(log_sum_squares).over(tokens)
-    return (means.chosen + means.rejected).exp().detach()
 
 
 def smoothed(x: Tensor, label_smoothing: float) -> Tensor:
@@ -257,47 +237,7 @@ def kto(ratios: Tensor, desirable: Tensor, z: Tensor | float, beta: float, weigh
     return torch.where(desirable, *weights) * (-beta * gain).sigmoid()
 
 
-# ---- distillation, (N,)
-
-
-def with_rest(top: Tensor) -> Tensor:
-    """Returns (N, K + 1): log-probabilities of the teacher's K best outcomes, and of all others as one outcome.
-
-    The divergence of distributions joined so is at most that of the whole ones. The rest is at least 2^-24, also where
-    stored ones add up to more than 1. It is TRL's `loss_add_tail`, whose rest is at least 1e-7.
-    """
-    return torch.cat((top, log1mexp(top.logsumexp(-1, keepdim=True))), dim=-1)
-
-
-def distillation(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
-    """b KL(t || m) + (1 - b) KL(s || m) with m = b t + (1 - b) s; for b = 0 KL(t || s), for b = 1 KL(s || t).
-
-    `student` and `teacher` are (N, K) log-probabilities of a vocabulary or of `with_rest`. The sum is divided by
-    tokens, as TRL's is; its experimental GKD takes the mean over a micro-batch.
-
-    Source: GKD, arXiv:2306.13649, eq. 2.
-    """
-    student, teacher = student.clamp(min=_LOG_ZERO), teacher.clamp(min=_LOG_ZERO)
-    if beta in (0, 1):
-        return _divergence(student, teacher) if beta else _divergence(teacher, student)
-    mixture = torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
-    return beta * _divergence(teacher, mixture) + (1 - beta) * _divergence(student, mixture)
-
-
-def _divergence(p: Tensor, q: Tensor) -> Tensor:
-    return (p.exp() * (p - q)).sum(-1)
-
-
 # ---- figures by TRL's names: sums, and the numbers by which they are divided
-
-
-def pair_figures(policy: Pair, rewards: Pair) -> dict[str, tuple[Tensor, Tensor]]:
-    """Returns sums and counts, given log-probabilities and rewards: beta r, or without a reference beta times those."""
-    hits = (rewards.margin > 0).to(rewards.chosen.dtype)  # a tie is none, as in TRL
-    figures = {"rewards/chosen": rewards.chosen, "rewards/rejected": rewards.rejected, "rewards/accuracies": hits}
-    figures |= {"rewards/margins": rewards.margin, "logps/chosen": policy.chosen, "logps/rejected": policy.rejected}
-    count = torch.ones_like(hits).sum()
-    return {name: (value.detach().sum(), count) for name, value in figures.items()}
 
 
 def answer_figures(policy: Tensor, rewards: Tensor, desirable: Tensor) -> dict[str, tuple[Tensor, Tensor]]:

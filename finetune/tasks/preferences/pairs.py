@@ -5,6 +5,7 @@ log-probabilities are sums over the answers' tokens; losses of pairs are divided
 `sft` by its chosen tokens, whatever ranks and micro-batches compute.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,28 +14,39 @@ from torch import nn
 from finetune.config.preference_losses import SORTED_LOSSES
 from finetune.config.recipe_schema import PreferenceSection, Recipe
 from finetune.data.rows.kinds import answer_pairs
+from finetune.data.rows.packed_rows import IGNORED
 from finetune.tasks.build_task import transformers_task
 from finetune.tasks.causal_lm import CAUSAL_LM, token_losses
 from finetune.tasks.preferences import objectives
 from finetune.tasks.preferences.objectives import Pair
-from finetune.tasks.task import Batch, Task, Term
+from finetune.tasks.task import Batch, Reference, Task, Term
 
 _TOKENS = "chosen_tokens"
 _PAIRS = "pairs"
 
 
-def sums(network: nn.Module, batch: Batch) -> torch.Tensor:
-    """Returns the log-probabilities of both answers of each row, summed over their tokens: (B, 2) in fp32."""
+def sums(network: nn.Module, batch: Batch, ld_alpha: float | None = None) -> torch.Tensor:
+    """Returns the log-probabilities of both answers of each row, summed over their tokens: (B, 2) in fp32.
+
+    Args:
+        ld_alpha: What tokens beyond the length of the shorter answer count; None for 1. LLaMA-Factory weights those of
+            the policy only. Source: LD-DPO, arXiv:2409.06411.
+    """
     log_probabilities = -token_losses(network, batch)
     places = torch.arange(log_probabilities.shape[1], device=log_probabilities.device)
     rejected = places >= batch["rejected_from"][:, None]
-    return torch.stack([(log_probabilities * half).sum(1) for half in (~rejected, rejected)], dim=1)
+    halves = torch.stack([~rejected, rejected], dim=1)
+    counted = halves.float()
+    if ld_alpha is not None:
+        number = ((batch["targets"] != IGNORED)[:, None] & halves).cumsum(2)
+        counted = torch.where(number > batch["learned"].amin(1)[:, None, None], ld_alpha * counted, counted)
+    return (log_probabilities[:, None] * counted).sum(2)
 
 
 def dpo(recipe: Recipe) -> Task:
     """Losses of log ratios to a reference; see `objectives.pair_loss`."""
     section = _section(recipe)
-    names = section.loss or ("sigmoid",)
+    names, summed = section.loss or ("sigmoid",), partial(sums, ld_alpha=section.ld_alpha)
     options: dict[str, Any] = {
         "beta": section.beta,
         "label_smoothing": section.label_smoothing,
@@ -51,12 +63,13 @@ def dpo(recipe: Recipe) -> Task:
         return [*each, *_rewards(Pair(*(section.beta * ratio for ratio in ratios)))]
 
     def window(network: nn.Module, batch: Batch) -> torch.Tensor:
-        return objectives.window_values(_pair(sums(network, batch)), _pair(batch["reference"]))
+        return objectives.window_values(_pair(summed(network, batch)), _pair(batch["reference"]))
 
     weights = section.loss_weights or (1.0,) * len(names)
     terms = [_term(name, weight) for name, weight in zip(names, weights, strict=True)]
     sorts = bool({*names} & {*SORTED_LOSSES})
-    return _task(terms, losses, answer_pairs.REWARDS, window=window if sorts else None, reference=sums)
+    reference = Reference(summed, section.ld_alpha)
+    return _task(terms, losses, answer_pairs.REWARDS, summed, window=window if sorts else None, reference=reference)
 
 
 def cpo(recipe: Recipe) -> Task:
@@ -126,7 +139,7 @@ def _rewards(rewards: Pair) -> list[torch.Tensor]:
     return [chosen, rejected, (chosen > rejected).float(), chosen - rejected]
 
 
-def _task(terms: list[Term], losses: Any, figures: tuple[str, ...], **fields: Any) -> Task:
+def _task(terms: list[Term], losses: Any, figures: tuple[str, ...], summed: Any = sums, **fields: Any) -> Task:
     """A task of pairs.
 
     Args:
@@ -140,7 +153,7 @@ def _task(terms: list[Term], losses: Any, figures: tuple[str, ...], **fields: An
     order = sorted(range(len(every)), key=lambda index: every[index].weight == 0)
 
     def loss_sum(network: nn.Module, batch: Batch) -> torch.Tensor:
-        policy = _pair(sums(network, batch))
+        policy = _pair(summed(network, batch))
         values = [*losses(policy, batch), *(half.detach() for half in policy)]
         return torch.stack([values[index].sum() for index in order])
 
