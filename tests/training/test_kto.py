@@ -34,7 +34,7 @@ def job(micro_size: int = 4, **sections: Any) -> dict[str, Any]:
             "preference": {**BOTH, **WEIGHTS},
             "batch": {"global_size": 8, "micro_size": micro_size},
             "length": {"steps": 4},
-            "optim": {"name": "AdamW", "lr": 2e-3, "weight_decay": 0.0, "clip_norm": None, "args": {"eps": 1e-6}},
+            "optim": {"name": "AdamW", "lr": 1e-3, "weight_decay": 0.0, "clip_norm": None, "args": {"eps": 1e-6}},
             "schedule": {"name": "constant", "warmup_steps": 0},
             "eval": {"every_steps": 2, "micro_size": 3},
             **sections,
@@ -110,7 +110,7 @@ def test_the_path_is_that_of_a_plain_loop(tmp_path: Path) -> None:
         network.config._attn_implementation = "eager"
         numbers = [np.concatenate(run.feed.micro_batches(step)) for step in range(12)]  # type: ignore[attr-defined]
         batches = [[answer_of(run, int(row)) for row in rows] for rows in numbers]
-        keys = {"lr": 2e-3, "weight_decay": 0.0, "eps": 1e-6}
+        keys = {"lr": 1e-3, "weight_decay": 0.0, "eps": 1e-6}
         plain.append(plain_preferences.train_kto(network, batches, 0.3, (1.5, 0.5), **keys))
 
     tree = job(preference={"beta": 0.3, **WEIGHTS}, length={"steps": 12}, output={"dir": str(tmp_path / "run")})

@@ -97,9 +97,8 @@ def _check(side: str, rows: TokenRows | None) -> None:
     if side == "train" and not (counts["desirable"] and counts["undesirable"]):
         kind = "desirable" if counts["desirable"] else "undesirable"
         raise DataError(
-            f"data.train: all {len(rows):,} answers are {kind}, by which nothing is compared. Add answers of the other "
-            "kind (`label`: true for a desirable answer, false for others), or learn the desirable ones with task.name "
-            "causal_lm."
+            f"data.train: all {len(rows):,} answers are {kind}, and the loss compares both kinds. Add answers of "
+            "the other one (`label`: true for a desirable answer, false for others)."
         )
     if len(rows) < 2:
         raise DataError(f"data.{side}: there is one answer; the baseline takes that of another row. Add answers.")
