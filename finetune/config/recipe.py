@@ -445,7 +445,7 @@ def task_conflicts(recipe: Recipe, rows: RowFacts) -> Iterable[str]:
         if recipe.chat is not None and (recipe.chat.train_on == "all" or recipe.chat.too_long == "cut_left"):
             yield f"chat: {name} learns answers, after whole prompts; remove `train_on: all` and `too_long: cut_left`"
         if recipe.length.tokens is not None:
-            yield f"length.tokens: pairs of {name} are of any length; give steps or epochs"
+            yield f"length.tokens: rows of {name} are of any length; give steps or epochs"
         given = recipe.preference.model_dump(exclude_unset=True, exclude_none=True) if recipe.preference else {}
         yield from preference_losses.problems(name, {key: value for key, value in given.items() if value != ()})
     elif recipe.preference is not None and rows.figures is not None:

@@ -535,7 +535,8 @@ class TaskSection(Section):
     name: PathText = "causal_lm"
     """`causal_lm`, `sequence_classification`, `regression` (a number for each document), `token_classification` (a
     class for each word), `seq2seq_lm` (a text from another one, by an encoder-decoder), `dpo`, `cpo`, `simpo` or `orpo`
-    (preferences of pairs of answers), or your own as `package.module:object` or `file.py:object`."""
+    (preferences of pairs of answers), `kto` (answers with labels), or your own as `package.module:object` or
+    `file.py:object`."""
     loss: PathText | None = None
     """Your own loss, named in the same way, in place of the task's: a function of network and batch that returns the
     sum over the batch's targets, a scalar in fp32."""
@@ -551,13 +552,14 @@ class TaskSection(Section):
 
 
 class PreferenceSection(Section):
-    """Preferences: the losses of pairs of answers, by TRL's names, and their hyperparameters. Which losses a task has,
+    """Preferences: the losses of answers, by TRL's names, and their hyperparameters. Which losses a task has,
     and which of these keys a loss reads, is checked."""
 
     loss: tuple[str, ...] = ()
     """Losses whose weighted sum is learned. Left out: `sigmoid` for `dpo` and `cpo`. `dpo` has `sigmoid`, `hinge`,
     `ipo`, `sigmoid_norm`, `robust`, `exo_pair`, `discopop`, `sft`, `nca_pair`, `bco_pair`, `sppo_hard`, `apo_zero`,
-    `apo_down`, `aot` and `aot_unpaired`; `cpo` has `sigmoid`, `hinge` and `ipo`; `simpo` and `orpo` have one."""
+    `apo_down`, `aot` and `aot_unpaired`; `cpo` has `sigmoid`, `hinge` and `ipo`; `kto` has `kto` (default) and
+    `apo_zero_unpaired`; `simpo` and `orpo` have one."""
     loss_weights: tuple[PositiveFloat, ...] | None = None
     """A factor for each loss. Left out: 1."""
     beta: Annotated[PositiveFloat, "factor of log ratios"] = 0.1
@@ -580,6 +582,10 @@ class PreferenceSection(Section):
     sft_weight: Annotated[float | None, "factor"] = None
     """Factor of the mean cross-entropy of chosen tokens beside the loss of `cpo`, `simpo` and `orpo`. Left out: 1; 0
     for `simpo`."""
+    desirable_weight: Annotated[PositiveFloat, "factor"] = 1.0
+    """Factor of the losses of desirable answers of `kto`."""
+    undesirable_weight: Annotated[PositiveFloat, "factor"] = 1.0
+    """Factor of the losses of the other answers of `kto`."""
 
 
 class BatchSection(Section):

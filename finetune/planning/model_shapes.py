@@ -191,6 +191,14 @@ def build_skeleton(recipe: Recipe, stored: str | None, packed_as: Recipe | None 
     return network, packable
 
 
+def _row_tokens(recipe: Recipe) -> int:
+    """Returns the tokens of a row for which a step keeps activations."""
+    shapes = find_task(recipe).rows.shapes
+    return (
+        recipe.data.sequence_length if shapes is None else math.prod(shapes(recipe)["input_ids"]) // recipe.batch.rows
+    )
+
+
 def _read_variant(network: nn.Module, kind: str, recipe: Recipe, scales: int) -> Variant:
     caller = ForwardWrapper(network)
     known = lora_adapters.transformer(network)
@@ -213,8 +221,7 @@ def _read_variant(network: nn.Module, kind: str, recipe: Recipe, scales: int) ->
     return Variant(
         kind=kind,
         recipe=recipe,
-        # A row of preferences is two documents.
-        row_tokens=length * (2 if find_task(recipe).rows.judged else 1),
+        row_tokens=_row_tokens(recipe),
         specs=_param_specs(caller, recipe, scales, splits),
         flops_per_token=flops_per_target(network, length),
         forward_flops=flops_per_target(network, length, forward=True),

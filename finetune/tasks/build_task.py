@@ -75,11 +75,12 @@ def check_losses(task: Task, loss: str = "task.name: the task's loss_sum") -> Ta
     """
     terms, learned = task.terms, tuple(term for term in task.terms if term.weight)
     names, alone = {term.name for term in terms}, [(term.name, term.weight) for term in learned] == [("loss", 1.0)]
-    if not learned or terms[: len(learned)] != learned or len(names) < len(terms) or ("loss" in names and not alone):
+    unordered = terms[: len(learned)] != learned or len(names) < len(terms) or {t.less for t in terms} - {"", *names}
+    if not learned or unordered or ("loss" in names and not alone):
         raise RecipeError(
             f"task.name: the task's terms are {', '.join(f'{t.name} (weight {t.weight:g})' for t in terms)}. Give each "
             "a name of its own, first those with a weight and then those of weight 0; `loss` is the name of their sum, "
-            "and of a term only if it alone has a weight, which is 1."
+            "and of a term only if it alone has a weight, which is 1. `less` is the name of one of them."
         )
     sums = _SUM
     if len(terms) > 1:

@@ -57,12 +57,15 @@ class Term(NamedTuple):
     """What its sum is divided by: how many of these the global batch has, by the names of `Rows.counts`."""
     weight: float = 1.0
     """Its factor in the loss; 0 for a figure that is only logged. These come last."""
+    less: str = ""
+    """Of a figure: the name of a term whose mean is subtracted from its own."""
 
 
 def mean_figures(terms: Sequence[Term], sums: Sequence[float], counts: Sequence[float]) -> dict[str, float]:
     """Returns the `loss`, and the mean of each of several terms by its name."""
     means = [total / max(1.0, count) for total, count in zip(sums, counts, strict=True)]
-    named = [(term.name, mean) for term, mean in zip(terms, means, strict=True)]
+    plain = {term.name: mean for term, mean in zip(terms, means, strict=True)}
+    named = [(term.name, plain[term.name] - (plain[term.less] if term.less else 0.0)) for term in terms]
     loss = sum(term.weight * mean for term, mean in zip(terms, means, strict=True) if term.weight)
     return {"loss": loss, **dict(named if len(named) > 1 else ())}
 

@@ -42,6 +42,7 @@ BUILT_IN = {
         name: BuiltIn(f"finetune.tasks.preferences.pairs:{name}", "answer_pairs")
         for name in ("dpo", "cpo", "simpo", "orpo")
     },
+    "kto": BuiltIn("finetune.tasks.preferences.answers:kto", "labelled_answers"),
 }
 """The built-in tasks by name."""
 

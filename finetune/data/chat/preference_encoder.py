@@ -16,7 +16,7 @@ _VERSION = 1
 
 
 class PreferenceEncoder:
-    """Turns pairs of answers into tokens; a pair of which a half is left out is left out whole."""
+    """Turns answers into tokens; a pair of which a half is left out is left out whole."""
 
     def __init__(self, encoder: Encoder | ChatEncoder, row_length: int) -> None:
         """Takes what encodes texts, or conversations, and the most tokens of an answer with its prompt."""
@@ -27,8 +27,16 @@ class PreferenceEncoder:
         return {**self._encoder.key(tokenizer), "preferences": [_VERSION, self._row_length]}
 
     def encode_all(self, batches: Iterable[Sequence[Chosen]]) -> Iterator[tuple[Sequence[Chosen], Encoded]]:
-        """Encodes batches lazily, in order; of pairs there are the columns `firsts` and `mask`."""
+        """Encodes batches lazily, in order.
+
+        Columns are `mask`; `firsts`, tokens of a pair's first half, or of the prompt of an answer with a label; and of
+        these `desirable`.
+        """
         for batch in batches:
+            answers = [Preference.from_json(item.text) for item in batch]
+            if answers[0].label is not None:
+                yield batch, self._labelled(answers, [item.document.where for item in batch])
+                continue
             pairs = [self.encode(item.text, item.document.where) for item in batch]
             halves = [half for pair in pairs for half in pair]
             sizes = np.array([half.ids.size for half in halves], np.uint32).reshape(-1, 2)
@@ -43,6 +51,16 @@ class PreferenceEncoder:
                     facts=tuple(half.facts for pair in pairs for half in pair[:1]),
                 ),
             )
+
+    def _labelled(self, answers: Sequence[Preference], places: Sequence[str]) -> Encoded:
+        given = zip(answers, places, strict=True)
+        ids, masks, facts = zip(*(self._half(answer.half("completion"), place) for answer, place in given), strict=True)
+        columns: dict[str, Any] = {
+            "firsts": np.array([int(mask.argmax()) if mask.size else 0 for mask in masks], np.int64),
+            "desirable": np.array([answer.label for answer in answers], np.uint8),
+            "mask": np.concatenate(masks),
+        }
+        return Encoded(np.array([one.size for one in ids], np.uint32), np.concatenate(ids), columns, facts=facts)
 
     def encode(self, document: bytes, where: str) -> tuple[Example, Example]:
         """Both answers of a pair with their prompt; without tokens where one is left out."""

@@ -22,7 +22,7 @@ IGNORED = -100
 """The target where there is nothing to predict."""
 
 _MULTIPLE = 8
-_NOTHING_LEFT_OUT = dict.fromkeys(("empty", "over_long", "truncated", "dropped", "remainder_rows"), 0)
+NOTHING_LEFT_OUT = dict.fromkeys(("empty", "over_long", "truncated", "dropped", "remainder_rows"), 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +63,7 @@ def _of_segments(starts: Int64s, lengths: Int64s, each: int = 1, **counts: int) 
     """Rows of so many segments each."""
     starts, lengths = (np.ascontiguousarray(values.ravel(), np.int64) for values in (starts, lengths))
     row_starts = np.arange(0, lengths.size + 1, each, dtype=np.int64)
-    return PackedRows(starts, lengths, row_starts, {**_NOTHING_LEFT_OUT, **counts})
+    return PackedRows(starts, lengths, row_starts, {**NOTHING_LEFT_OUT, **counts})
 
 
 def pad_documents(

@@ -73,6 +73,23 @@ class Preference:
         """Reads what `to_json` wrote."""
         return Preference(**json.loads(text))
 
+    def apart(self) -> "tuple[Preference, ...]":
+        """Returns both answers as records of their own, the chosen one as desirable; of one answer, itself."""
+        if self.completion is not None:
+            return (self,)
+        weights = self.weights or {}
+        return tuple(
+            Preference(
+                self.prompt,
+                completion=getattr(self, name),
+                label=name == "chosen",
+                weights={"completion": weights[name]} if name in weights else None,
+                tools=self.tools,
+                variables=self.variables,
+            )
+            for name in ("chosen", "rejected")
+        )
+
     def half(self, name: Literal["chosen", "rejected", "completion"]) -> Conversation | tuple[str, str]:
         """Returns the prompt with an answer: a conversation of which the answer alone is learned, or two texts."""
         answer: Any = getattr(self, name)
@@ -95,6 +112,8 @@ class PreferenceForm:
     """Paths of fields that are not where they are looked for, such as {prompt: question, chosen: answers.0}."""
     ranking: Literal["extremes", "all"] = "extremes"
     """Pairs of a ranking: the best answer against the worst, or each against all that are worse."""
+    single: bool | None = None
+    """True if answers are learned one by one, also those of pairs; False if they are learned in pairs; None: either."""
 
     format = detected = "preferences"
 
@@ -105,7 +124,7 @@ class PreferenceForm:
 
     def fingerprint(self) -> list[Any]:
         """Lists all that decides how a record is read."""
-        return [FORMAT_VERSION, self.form.fingerprint(), self.chat, dict(self.fields), self.ranking]
+        return [FORMAT_VERSION, self.form.fingerprint(), self.chat, dict(self.fields), self.ranking, self.single]
 
     def read(self, record: Any, where: str) -> str:
         """Returns the preferences of a record, a line of JSON each: several of a ranking, none if it is broken and left
@@ -126,7 +145,8 @@ class PreferenceForm:
                 )
             heads = {path.partition(".")[0] for path in self.fields.values()}
             record = {**{key: value for key, value in record.items() if key not in heads}, **moved}
-            return "\n".join(preference.to_json() for preference in self._preferences(record, where))
+            read = self._preferences(record, where)
+            return "\n".join(one.to_json() for pair in read for one in (pair.apart() if self.single else (pair,)))
         except InvalidConversation as problem:
             self.tolerance.meet(problem)
             return ""
@@ -146,6 +166,8 @@ class PreferenceForm:
             for (high, better), (low, worse) in self._ranked(record, where):
                 yield self._preference(record, {"chosen": better, "rejected": worse}, where, score=[high, low])
         elif label is not None:
+            said = "this is one answer with a label, and pairs are learned. Give `chosen` and `rejected`"
+            _refuse(self.single is False, "label", f"{where}: {said}, or set task.name to `kto`.")
             truth = _TRUTH.get(str(record[label]).strip().lower())
             said = f"'{label}' is {str(record[label])[:40]!r}; it is true for a desirable answer and false for others"
             _refuse(truth is None, "label", f"{where}: {said}. Mend the record.")

@@ -22,10 +22,11 @@ LOGPS = ("logps/chosen", "logps/rejected")
 """Figures of pairs, by TRL's names."""
 
 
-def _form(form: RecordForm, recipe: Recipe) -> PreferenceForm:
+def preference_form(form: RecordForm, recipe: Recipe) -> PreferenceForm:
+    """Returns what reads pairs, given the form for conversations."""
     ranking = recipe.preference.ranking if recipe.preference is not None else "extremes"
     of_answers = replace(form, format="auto", fields={}, tolerance=Tolerance(lenient=False))
-    return PreferenceForm(of_answers, form.tolerance, recipe.chat is not None, form.fields, ranking)
+    return PreferenceForm(of_answers, form.tolerance, recipe.chat is not None, form.fields, ranking, single=False)
 
 
 _ANY = np.iinfo(np.int64).max
@@ -89,7 +90,7 @@ KIND = RowKind(
     takes_pairs=False,
     metrics=TEXT_METRICS,
     figures=(*REWARDS, *LOGPS),
-    form=_form,
+    form=preference_form,
     key=("pairs of answers",),
     of_documents={"firsts": "int64"},
     of_tokens={"mask": "bool"},
