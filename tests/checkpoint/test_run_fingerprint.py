@@ -108,6 +108,8 @@ MATHEMATICS: dict[str, tuple[Any, dict[str, Any]]] = {
     "preference.ld_alpha": (0.5, PAIRS),
     "preference.ranking": ("all", PAIRS),
     "preference.gamma": (0.7, PAIRS),
+    "preference.desirable_weight": (2.0, PAIRS),
+    "preference.undesirable_weight": (2.0, PAIRS),
     "preference.sft_weight": (0.3, PAIRS),
     "batch.global_size": (2, {}),
     "optim.name": ("SGD", {}),

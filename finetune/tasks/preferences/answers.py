@@ -16,7 +16,7 @@ from finetune.data.rows.packed_rows import IGNORED
 from finetune.tasks.build_task import build_task_data, transformers_task
 from finetune.tasks.causal_lm import CAUSAL_LM, token_losses
 from finetune.tasks.preferences import objectives
-from finetune.tasks.task import Batch, Task, TaskData, Term
+from finetune.tasks.task import Batch, Reference, Task, TaskData, Term
 from finetune.utils.errors import DataError
 
 _HALVES = {"chosen": "desirable", "rejected": "undesirable"}
@@ -85,7 +85,7 @@ def kto(recipe: Recipe) -> Task:
         loss_sum=loss_sum,
         terms=terms,
         window=_window if estimates else None,
-        reference=_reference,
+        reference=Reference(_reference),
     )
 
 
