@@ -534,8 +534,8 @@ class TaskSection(Section):
 
     name: PathText = "causal_lm"
     """`causal_lm`, `sequence_classification`, `regression` (a number for each document), `token_classification` (a
-    class for each word), `seq2seq_lm` (a text from another one, by an encoder-decoder), `dpo`, `cpo`, `simpo` or `orpo`
-    (preferences of pairs of answers), or your own as `package.module:object` or `file.py:object`."""
+    class for each word), `seq2seq_lm` (a text from another one, by an encoder-decoder), `dpo`, `cpo`, `simpo`, `orpo`
+    or `reward` (preferences of pairs of answers), or your own as `package.module:object` or `file.py:object`."""
     loss: PathText | None = None
     """Your own loss, named in the same way, in place of the task's: a function of network and batch that returns the
     sum over the batch's targets, a scalar in fp32."""
@@ -578,6 +578,8 @@ class PreferenceSection(Section):
     sft_weight: Annotated[float | None, "factor"] = None
     """Factor of the mean cross-entropy of chosen tokens beside the loss of `cpo`, `simpo` and `orpo`. Left out: 1; 0
     for `simpo`."""
+    centering: Annotated[float | None, "factor"] = None
+    """Factor of the squared sum of both scores in the loss of `reward`, which keeps them near 0. Left out: 0."""
 
 
 class BatchSection(Section):
