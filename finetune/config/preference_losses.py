@@ -34,7 +34,7 @@ def problems(task: str, keys: Mapping[str, Any]) -> list[str]:
 
     Args:
         task: `task.name`.
-        keys: The section's keys without those that are null.
+        keys: The section's keys without those that have their default.
     """
     found = [
         f"preference.{key} is {keys[key]}; it is {allowed}"
@@ -46,6 +46,8 @@ def problems(task: str, keys: Mapping[str, Any]) -> list[str]:
     if unknown := [name for name in losses if name not in known]:
         allowed = f"has {', '.join(known)}" if known else "has one loss, and no such key"
         found.append(f"preference.loss names {', '.join(unknown)}; task {task} {allowed}")
+    own = {"centering", "ranking"} if task == "reward" else keys.keys() - {"centering"}
+    found += [f"preference.{key} is no key of task {task}; remove it" for key in keys if key not in {*own, "loss"}]
     if known and len({*losses}) != max(len(losses), 1):
         found.append(f"preference.loss is {losses}; it names at least one loss, and each once")
     weights = list(keys.get("loss_weights", [1.0] * len(losses)))

@@ -63,12 +63,18 @@ class RowFacts:
     """Figures of evaluations beside the loss; None where nobody knows them."""
 
     judged: bool = False
-    """True if a row is two answers to a prompt, of which one is preferred: `documents`, each answer one."""
+    """True if a row is answers that are preferred or not: `documents`, each answer one, if networks write text, and
+    else `padded`."""
 
     @property
     def one_document(self) -> bool:
         """True if a row is one document, or a pair of texts: `padded`, and no conversation."""
         return bool(self.labels) or self.reads_source
+
+    @property
+    def gives_scores(self) -> bool:
+        """True if networks give a document or its words classes, or a number, and write no text."""
+        return bool(self.labels) or (self.judged and not self.writes_text)
 
 
 class BuiltInTask(Protocol):
@@ -440,17 +446,19 @@ def task_conflicts(recipe: Recipe, rows: RowFacts) -> Iterable[str]:
             who = "a classifier" if rows.labels else name
             yield f"chat: {who} reads no conversations; remove the section"
     if rows.judged:
-        if recipe.data.packing != "documents":
-            yield f"data.packing: a row of {name} holds each answer as a document; set `documents`"
+        packing = "documents" if rows.writes_text else "padded"
+        if recipe.data.packing != packing:
+            yield f"data.packing: a row of {name} holds each answer as a document; set `{packing}`"
         if recipe.chat is not None and (recipe.chat.train_on == "all" or recipe.chat.too_long == "cut_left"):
             yield f"chat: {name} learns answers, after whole prompts; remove `train_on: all` and `too_long: cut_left`"
         if recipe.length.tokens is not None:
             yield f"length.tokens: rows of {name} are of any length; give steps or epochs"
-        given = recipe.preference.model_dump(exclude_unset=True, exclude_none=True) if recipe.preference else {}
-        yield from preference_losses.problems(name, {key: value for key, value in given.items() if value != ()})
+        # A run's own recipe names all keys.
+        given = recipe.preference.model_dump(exclude_defaults=True) if recipe.preference else {}
+        yield from preference_losses.problems(name, given)
     elif recipe.preference is not None and rows.figures is not None:
         yield f"preference: {name} learns no preferences; remove the section, or set task.name to `dpo`"
-    if rows.labels and recipe.sample is not None:
+    if rows.gives_scores and recipe.sample is not None:
         yield "sample: a classifier writes no text; remove the section"
     sides = {"train": recipe.data.train, "validation": recipe.data.validation}
     sources = {f"data.{side}.{n}": source for side, given in sides.items() for n, source in enumerate(given)}
@@ -461,7 +469,7 @@ def task_conflicts(recipe: Recipe, rows: RowFacts) -> Iterable[str]:
         yield f"data: `pair_field` of a source is for classifiers, and {name} reads one text; remove it"
     elif len(pairs) > 1:
         yield "data: some sources have a `pair_field` and some have none; give it for all, or for none"
-    numbers = rows.labels == "number"
+    numbers = rows.labels == "number" or rows.judged
     unused = {"class_weights": rows.writes_text or numbers, "num_labels": numbers}
     for key in (key for key, is_unused in unused.items() if is_unused and getattr(recipe.task, key) is not None):
         yield f"task.{key}: {name} has no classes; remove it"
@@ -476,7 +484,7 @@ def task_conflicts(recipe: Recipe, rows: RowFacts) -> Iterable[str]:
             )
     if section.metrics and not section.prompts and rows.writes_text:
         yield "eval.metrics: they are computed of texts that are generated for prompts; name a source in `eval.prompts`"
-    if section.prompts and rows.labels:
+    if section.prompts and rows.gives_scores:
         yield "eval.prompts: a classifier writes no text, its metrics are of the validation rows; remove it"
     elif section.prompts and not section.metrics:
         yield f"eval.prompts: without `eval.metrics` nothing is generated; name some of {', '.join(known)}"

@@ -534,9 +534,9 @@ class TaskSection(Section):
 
     name: PathText = "causal_lm"
     """`causal_lm`, `sequence_classification`, `regression` (a number for each document), `token_classification` (a
-    class for each word), `seq2seq_lm` (a text from another one, by an encoder-decoder), `dpo`, `cpo`, `simpo` or `orpo`
-    (preferences of pairs of answers), `kto` (answers with labels), or your own as `package.module:object` or
-    `file.py:object`."""
+    class for each word), `seq2seq_lm` (a text from another one, by an encoder-decoder), `dpo`, `cpo`, `simpo`, `orpo`
+    or `reward` (preferences of pairs of answers), `kto` (answers with labels), or your own as `package.module:object`
+    or `file.py:object`."""
     loss: PathText | None = None
     """Your own loss, named in the same way, in place of the task's: a function of network and batch that returns the
     sum over the batch's targets, a scalar in fp32."""
@@ -586,6 +586,8 @@ class PreferenceSection(Section):
     """Factor of the losses of desirable answers of `kto`."""
     undesirable_weight: Annotated[PositiveFloat, "factor"] = 1.0
     """Factor of the losses of the other answers of `kto`."""
+    centering: Annotated[float | None, "factor"] = None
+    """Factor of the squared sum of both scores in the loss of `reward`, which keeps them near 0. Left out: 0."""
 
 
 class BatchSection(Section):

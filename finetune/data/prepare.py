@@ -351,12 +351,18 @@ def _find_reader(request: _Request, corpora: Sequence[Corpus], held_out: float) 
     if chat.template is not None:
         # What is trained is what the saved tokenizer writes.
         found.chat_template = template.text
-    options = {"row_length": data.sequence_length, "around": (bos, eos), "tolerance": request.tolerance}
+    options = {"row_length": _row_length(request), "around": (bos, eos), "tolerance": request.tolerance}
     return _Reader(found, _of_kind(request, ChatEncoder(found, template, chat, **options)), *facts)
 
 
 def _of_kind(request: _Request, encoder: Encoder | ChatEncoder) -> Encoder | ChatEncoder | PreferenceEncoder:
-    return PreferenceEncoder(encoder, request.recipe.data.sequence_length) if request.kind.judged else encoder
+    margins = "margins" in request.kind.of_documents
+    return PreferenceEncoder(encoder, _row_length(request), margins=margins) if request.kind.judged else encoder
+
+
+def _row_length(request: _Request) -> int:
+    """The most pairs of an input and its target of a row, which has a token more; of scored answers as many tokens."""
+    return request.recipe.data.sequence_length - (request.kind.judged and not request.kind.writes_text)
 
 
 def _tokenise(request: _Request, reader: _Reader, corpora: Sequence[Corpus], held_out: float) -> dict[str, _Side]:

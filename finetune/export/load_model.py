@@ -82,7 +82,7 @@ class LoadedModel:
     def require_labels(self) -> None:
         """Raises a `RecipeError` if it gives neither a document nor its words one of several classes or a number."""
         folder = self.home or self.tokenizer_folder
-        if self.task.scores is None or not self.task.rows.labels:
+        if self.task.scores is None or not self.task.rows.gives_scores:
             raise RecipeError(
                 f"{folder} is no classifier of documents or words, and has no classes to predict. `finetune generate` "
                 "writes texts with a language model."
@@ -261,7 +261,8 @@ def _tokenizer(folder: str, trusted: bool) -> Any:
 
 def _ready(opened: LoadedModel) -> LoadedModel:
     network = opened.network.to("cuda" if torch.cuda.is_available() else "cpu").eval().requires_grad_(False)
-    if opened.task.rows.labels in ("class", "number") or opened.task.rows.reads_source:
+    kind = opened.task.rows
+    if (kind.gives_scores and kind.labels != "tag") or kind.reads_source:
         classification.set_padding(lora_adapters.config_of(network), opened.tokenizer)
     if (size := num_ids(opened.tokenizer)) > (rows := lora_adapters.config_of(network).get_text_config().vocab_size):
         raise CheckpointError(

@@ -4,6 +4,7 @@ import csv
 import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import groupby, islice
 from typing import Any, NamedTuple
@@ -12,10 +13,13 @@ import numpy as np
 import torch
 
 from finetune.config.recipe_schema import Recipe
+from finetune.data.chat.chat_encoder import ChatEncoder
+from finetune.data.chat.chat_templates import find_template
 from finetune.data.progress_bar import documents_bar, rows_bar
 from finetune.data.rows import packed_rows
-from finetune.data.rows.kinds import classes
+from finetune.data.rows.kinds import classes, numbers
 from finetune.data.rows.kinds.row_kind import RowKind, TokenRows
+from finetune.data.sources.conversation_formats import RecordForm
 from finetune.data.sources.corpus import Chosen, Rules, choose_texts, open_source
 from finetune.data.tokenization.encoded import Encoded
 from finetune.data.tokenization.special_tokens import Wrapping, padding_id
@@ -60,7 +64,8 @@ def predict_files(
     the text that is written, which of a language model answers or continues a prompt. Where words are tagged it is
     `spans`, a list of `SpanPrediction`.
 
-    Texts become rows as an evaluation makes them, so that the classes are those that it counts.
+    Texts become rows as an evaluation makes them, so that the classes are those that it counts. A reward model's run
+    scores a text that holds prompt and answer, or with a `chat` section a conversation.
 
     Args:
         recipe: See `evaluate_files.recipe_of`.
@@ -74,15 +79,25 @@ def predict_files(
     if opened.writes_text:
         yield from _answers(opened, recipe, micro_size, max_new_tokens)
         return
-    data, writes = recipe.data, opened.task.rows.reads_source
+    data, writes, chat = recipe.data, opened.task.rows.reads_source, None
     # A target is what is asked for.
     kind = classes.KIND if writes else opened.task.rows
+    if kind.judged:
+        kind, chat = _as_trained(opened, recipe), recipe.chat
     names = () if writes else opened.class_names
     sources = [source.model_copy(update={"pair_field": None}) if writes else source for source in data.validation]
-    corpora = [open_source(source, kind.fields(source, labels=False, keep=True)) for source in sources]
-    rules = Rules(data.strip, data.lowercase, 0.0)
+    forms = [RecordForm(s.format, roles=chat.roles, text_field=s.text_field) if chat else None for s in sources]
+    read = [
+        kind.fields(source, labels=False, keep=True, form=form) for source, form in zip(sources, forms, strict=True)
+    ]
+    corpora = [open_source(*source) for source in zip(sources, read, strict=True)]
+    as_written = opened.task.rows.judged
+    rules = Rules(data.strip and not as_written, data.lowercase and not as_written, 0.0)
     paired = any(source.pair_field is not None for source in sources)
-    encoder = Encoder(opened.tokenizer, kind.encode, num_workers=data.num_workers, paired=paired)
+    encoder: Any = Encoder(opened.tokenizer, kind.encode, num_workers=data.num_workers, paired=paired)
+    if chat is not None:
+        template = find_template(opened.tokenizer, None, chat.template_args)
+        encoder = ChatEncoder(opened.tokenizer, template, chat, row_length=data.sequence_length - 1)
     around = kind.around(opened.tokenizer, paired)
     compute = _writer(opened, max_new_tokens) if writes else partial(_scores, opened)
     with documents_bar("predicting", [corpus.size for corpus in corpora], quiet=False) as bar:
@@ -105,7 +120,7 @@ def predict_files(
                         yield record, {"spans": _spans(words, places, scores, names) if scores is not None else []}
                     elif writes:
                         yield record, {"prediction": scores}
-                    elif opened.task.rows.labels == "number":
+                    elif kind.labels == "number":
                         yield record, {"prediction": None if scores is None else _rounded(scores)}
                     else:
                         shares = None
@@ -122,10 +137,19 @@ def predict_files(
             bar.say(f"Documents without text, which get nothing: {empty:,}.")
 
 
+def _as_trained(opened: LoadedModel, recipe: Recipe) -> RowKind:
+    """The kind of an answer with its prompt, with the tokens around it that a reward model has learned to score."""
+    data, tokenizer = recipe.data, opened.tokenizer
+    ends = ((data.add_bos, tokenizer.bos_token_id), (data.add_eos, tokenizer.eos_token_id))
+    # A template writes what goes around a conversation.
+    tokens = [(end,) if added and end is not None and recipe.chat is None else () for added, end in ends]
+    return replace(numbers.KIND, around=lambda tokenizer, paired: (Wrapping(*tokens),))
+
+
 def _rows(kind: RowKind, encoded: Encoded, recipe: Recipe, around: tuple[Wrapping, ...], padding_id: int) -> TokenRows:
     """Rows of those documents that have tokens."""
     there = encoded.lengths > 0
-    columns = {name: values[there] for name, values in encoded.columns.items()}
+    columns = {name: values[there] for name, values in encoded.columns.items() if name in kind.of_documents}
     columns["offsets"] = np.append(np.int64(0), np.cumsum(encoded.lengths[there], dtype=np.int64))
     values = np.zeros(int(there.sum()), np.int64)
     if encoded.words is not None:

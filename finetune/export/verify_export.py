@@ -181,7 +181,8 @@ def probe_network(network: nn.Module, ready: TaskData, head: Head) -> Probe:
         batch = rows.batch(np.array([row]))
         if not text:
             # The loss that is compared is without weights.
-            batch = {**classification.network_inputs(network, batch), "targets": batch["targets"]}
+            targets = {name: batch[name] for name in ("targets",) if name in batch}
+            batch = classification.network_inputs(network, batch) | targets
         if head.encodes:
             batch["labels"] = batch["targets"].clone()
         tensors |= {f"row{row}.{name}": t.contiguous() for name, t in batch.items()}

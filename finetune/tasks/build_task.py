@@ -158,7 +158,7 @@ def build_task_data(recipe: Recipe, quiet: bool, head: Head, rows: RowKind) -> T
         return None
 
     prepared = prepare.prepare_data(recipe, rows, known=known, longest=longest, quiet=quiet)
-    if rows.one_document and prepared.tokenizer.pad_token_id is None:
+    if (rows.one_document or rows.gives_scores) and prepared.tokenizer.pad_token_id is None:
         # It fills the rows already. Decoders classify at the last token that is another one, and so do whoever opens
         # the model and pads by its tokenizer.
         prepared.tokenizer.pad_token = prepared.tokenizer.eos_token

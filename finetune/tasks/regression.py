@@ -15,7 +15,8 @@ from finetune.tasks.metrics import figures_of_numbers
 from finetune.tasks.task import Batch, Evaluation, TaskData
 
 
-def _build_config(recipe: Recipe, ready: TaskData | None) -> PretrainedConfig:
+def number_config(recipe: Recipe, ready: TaskData | None) -> PretrainedConfig:
+    """Returns the configuration of a network that gives a number."""
     tokenizer = ready.tokenizer if ready else None
     config = resolve_model_config(
         recipe, HEAD, tokenizer=tokenizer, vocab_size=recipe.tokenizer.vocab_size, num_labels=1
@@ -41,7 +42,7 @@ def _evaluate(network: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Ten
 
 REGRESSION = transformers_task(
     HEAD,
-    _build_config,
+    number_config,
     numbers.KIND,
     loss_sum=_loss_sum,
     evaluation=Evaluation(_evaluate, figures=NUMBER_FIGURES, figures_of=figures_of_numbers),

@@ -43,6 +43,7 @@ BUILT_IN = {
         for name in ("dpo", "cpo", "simpo", "orpo")
     },
     "kto": BuiltIn("finetune.tasks.preferences.answers:kto", "labelled_answers"),
+    "reward": BuiltIn("finetune.tasks.preferences.reward:reward", "scored_pairs"),
 }
 """The built-in tasks by name."""
 
@@ -79,7 +80,7 @@ def find_task(recipe: Recipe) -> Task:
 def _unused_keys(recipe: Recipe, task: Task) -> Iterator[str]:
     """Yields a sentence for each key that is set and that the task has no use for."""
     unused: dict[str, str] = {}
-    own_rows = not (task.rows.writes_text or task.rows.labels)
+    own_rows = not (task.rows.writes_text or task.rows.gives_scores)
     if own_rows:
         unused |= dict.fromkeys(("sample", "eval.prompts"), "writes no text; remove it")
         unused["preference"] = "learns no preferences; remove it"

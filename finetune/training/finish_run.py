@@ -113,7 +113,7 @@ def next_commands(run: BuiltRun) -> str:
     if task.head is None:
         return f"Next:\n  finetune report {place}"
     use = f"chat {place}" if run.recipe.chat is not None else f"generate {place} --prompt TEXT"
-    if task.rows.one_document:
+    if task.rows.one_document or task.rows.gives_scores:
         use = f"predict {place} FILE"
     kind = "merged-16bit" if run.recipe.lora is None else "merged-16bit  # or adapter"
     return "\n  finetune ".join(("Next:", use, f"eval {place} --data FILE", f"export {place} --as {kind}"))

@@ -108,6 +108,7 @@ MATHEMATICS: dict[str, tuple[Any, dict[str, Any]]] = {
     "preference.ld_alpha": (0.5, PAIRS),
     "preference.ranking": ("all", PAIRS),
     "preference.gamma": (0.7, PAIRS),
+    "preference.centering": (0.1, {**PAIRS, "task.name": "reward", "data.packing": "padded", "preference.beta": 0.1}),
     "preference.desirable_weight": (2.0, PAIRS),
     "preference.undesirable_weight": (2.0, PAIRS),
     "preference.sft_weight": (0.3, PAIRS),

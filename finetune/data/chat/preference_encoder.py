@@ -18,9 +18,13 @@ _VERSION = 1
 class PreferenceEncoder:
     """Turns answers into tokens; a pair of which a half is left out is left out whole."""
 
-    def __init__(self, encoder: Encoder | ChatEncoder, row_length: int) -> None:
-        """Takes what encodes texts, or conversations, and the most tokens of an answer with its prompt."""
-        self._encoder, self._row_length = encoder, row_length
+    def __init__(self, encoder: Encoder | ChatEncoder, row_length: int, *, margins: bool = False) -> None:
+        """Takes what encodes texts, or conversations, and one less than the most tokens of an answer with its prompt.
+
+        Args:
+            margins: Whether there is a column of the records' `margin`, 0 where they have none.
+        """
+        self._encoder, self._row_length, self._margins = encoder, row_length, margins
 
     def key(self, tokenizer: Mapping[str, Any]) -> dict[str, Any]:
         """Everything beside the tokenizer, of which it takes the identity, that shapes tokens."""
@@ -38,6 +42,10 @@ class PreferenceEncoder:
                 yield batch, self._labelled(answers, [item.document.where for item in batch])
                 continue
             pairs = [self.encode(item.text, item.document.where) for item in batch]
+            columns: dict[str, Any] = {}
+            if self._margins:
+                margins = [Preference.from_json(item.text).margin or 0.0 for item in batch]
+                columns["margins"] = np.array(margins, np.float32)
             halves = [half for pair in pairs for half in pair]
             sizes = np.array([half.ids.size for half in halves], np.uint32).reshape(-1, 2)
             mask = np.concatenate([half.mask for half in halves])
@@ -47,7 +55,7 @@ class PreferenceEncoder:
                 Encoded(
                     sizes.sum(1, dtype=np.uint32),
                     np.concatenate([half.ids for half in halves]),
-                    {"firsts": sizes[:, 0], "mask": mask},
+                    {"firsts": sizes[:, 0], "mask": mask, **columns},
                     facts=tuple(half.facts for pair in pairs for half in pair[:1]),
                 ),
             )

@@ -32,9 +32,14 @@ def preference_form(form: RecordForm, recipe: Recipe) -> PreferenceForm:
 _ANY = np.iinfo(np.int64).max
 
 
-def _pack(columns: Mapping[str, Any], data: DataSection, room: Sequence[int]) -> PackedRows:
+def pack_tokens(columns: Mapping[str, Any], data: DataSection, room: Sequence[int]) -> PackedRows:
+    """Puts each document into a row, whose lengths are tokens."""
     # What is too long was left out, or cut, when it became tokens.
-    packed = packed_rows.pad_pairs(columns["offsets"], columns["firsts"], (_ANY, _ANY), drop=False)
+    return packed_rows.pad_pairs(columns["offsets"], columns["firsts"], (_ANY, _ANY), drop=False)
+
+
+def _pack(columns: Mapping[str, Any], data: DataSection, room: Sequence[int]) -> PackedRows:
+    packed = pack_tokens(columns, data, room)
     return replace(packed, lengths=packed.lengths - 1)  # pairs of an input and its target
 
 
