@@ -560,7 +560,7 @@ class PreferenceSection(Section):
     `ipo`, `sigmoid_norm`, `robust`, `exo_pair`, `discopop`, `sft`, `nca_pair`, `bco_pair`, `sppo_hard`, `apo_zero`,
     `apo_down`, `aot` and `aot_unpaired`; `cpo` has `sigmoid`, `hinge` and `ipo`; `kto` has `kto` (default) and
     `apo_zero_unpaired`; `simpo` and `orpo` have one."""
-    loss_weights: tuple[PositiveFloat, ...] | None = None
+    loss_weights: Annotated[tuple[PositiveFloat, ...] | None, "factors"] = None
     """A factor for each loss. Left out: 1."""
     beta: Annotated[PositiveFloat, "factor of log ratios"] = 0.1
     """How much the difference of answers counts: the larger, the nearer the policy stays to the reference. Of `orpo`

@@ -27,8 +27,12 @@ def form(
     return PreferenceForm(inner, Tolerance(lenient), chat, **keys)
 
 
+def lines_of(reader: PreferenceForm, record: Any, where: str) -> list[str]:
+    return [line for line in reader.read(record, where).split("\n") if line]
+
+
 def read(record: Any, **keys: Any) -> list[Preference]:
-    return [Preference.from_json(text) for text in form(**keys).read(record, "pairs.jsonl, line 3")]
+    return [Preference.from_json(text) for text in lines_of(form(**keys), record, "pairs.jsonl, line 3")]
 
 
 def refusal(record: Any, **keys: Any) -> str:
@@ -266,7 +270,7 @@ def test_broken_texts(record: Any, said: str) -> None:
 )
 def test_broken_records_may_be_left_out(record: Any) -> None:
     reader = form(lenient=True)
-    assert [len(reader.read(each, "here")) for each in (PAIR, record, PAIR)] == [1, 0, 1]
+    assert [len(lines_of(reader, each, "here")) for each in (PAIR, record, PAIR)] == [1, 0, 1]
     assert reader.tolerance.counts.total() == 1
     assert str(reader.tolerance.first).startswith("here")
 
@@ -329,7 +333,9 @@ def test_published_preferences() -> None:
         records = json.loads(text) if file.suffix == ".json" else [json.loads(line) for line in text.splitlines()]
         reader = form(chat="standard" not in file.name, lenient=True)
         found = [
-            item for n, record in enumerate(records) for item in reader.read(record, f"{Path(file).name}, line {n}")
+            item
+            for n, record in enumerate(records)
+            for item in lines_of(reader, record, f"{Path(file).name}, line {n}")
         ]
         counts[file.name] = (len(records), len(found), dict(reader.tolerance.counts))
         halves = {"chosen", "rejected"} if "unpaired" not in file.name and "kto" not in file.name else {"completion"}
