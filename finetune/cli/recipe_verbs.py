@@ -51,6 +51,8 @@ def add_verbs(verbs: Any) -> None:
     )
     text = "processes of the run, which multiply the batch (default: what the config says, or 1)"
     verb.add_argument("--devices", type=int, metavar="N", help=text)
+    text = "the task of a config of TRL, which does not name its trainer (default: told by its keys)"
+    verb.add_argument("--task", choices=("dpo", "orpo", "cpo", "simpo"), help=text)
 
     for run in (train, launch):
         verb = arguments.add_verb(verbs, run)
@@ -201,7 +203,8 @@ def convert(parsed: argparse.Namespace) -> None:
     """Make a recipe of a config of TRL, Axolotl, LLaMA-Factory or torchtune."""
     from finetune.cli.convert_config import convert_config
 
-    to_stdout("\n".join(convert_config(Path(parsed.file), parsed.tool, Path(parsed.folder), parsed.devices)))
+    folder = Path(parsed.folder)
+    to_stdout("\n".join(convert_config(Path(parsed.file), parsed.tool, folder, parsed.devices, parsed.task)))
 
 
 def train(parsed: argparse.Namespace) -> None:
