@@ -16,7 +16,7 @@ readonly FIRST='Finn was a young otter. His home was near the lake. He was brave
 readonly SECOND='Once upon a time there was a tiny rabbit named Nora. She lived by the river. She had a blue ribbon and took it everywhere. One sunny morning, she came home and saw that the blue ribbon was not there. What color is the ribbon?'
 
 # The share of held-out pairs whose preferred answer is the likelier one.
-accuracy() { sed -n 's|.*"validation_logps/accuracies": \([0-9.]*\).*|\1|p' "$1/metrics.jsonl" | tail -n 1; }
+accuracy() { sed -n 's|.*"validation_logps/accuracies": *\([0-9.]*\).*|\1|p' "$1/metrics.jsonl" | tail -n 1; }
 
 if [ -f "$MERGED/model.safetensors" ]; then
   title "1. A small Llama that answers: $MERGED is there already"

@@ -586,7 +586,7 @@ def convert_config(
     conversion = _Conversion(tool, file, given, {**peer_table()["fixed"][tool]})
     usual = peer_table()["defaults"][tool]
     if tool == "trl" and (task := task or _trl_task(given)):
-        usual = {**usual, **peer_table()["defaults"]["trl_preferences"]}
+        usual = {**usual, **peer_table()["preference_defaults"][tool]}
         conversion.found["task.name"] = task
         conversion.notes.append(f"TRL's config does not name its trainer. The task is {task}; --task names another.")
     own = {key: value for key, value in usual.items() if given.get(key) is None}
