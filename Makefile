@@ -16,7 +16,7 @@ PYTEST_ARGS ?=
 DEMO_THREADS := $(shell n=$$(( $(CORES) / 2 )); echo $$(( n < 1 ? 1 : n )))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-qlora test durations test-quick test-search test-smoke test-extras test-wheel test-resume test-chaos check docs support-matrix ops format clean
+.PHONY: help setup demo demo-qlora demo-dpo test durations test-quick test-search test-smoke test-extras test-wheel test-resume test-chaos check docs support-matrix ops format clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,6 +33,10 @@ demo: setup  ## Train a small Llama on the built-in stories with FSDP2 on two pr
 demo-qlora: setup  ## Pre-train (or reuse) that Llama, teach it to answer with QLoRA, merge, and ask before and after
 	@PATH="$(abspath $(VENV))/bin:$$PATH" OMP_NUM_THREADS=$(DEMO_THREADS) HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false \
 	  scripts/demo_qlora.sh
+
+demo-dpo: setup  ## Teach that model by DPO which of two right answers is preferred, and measure and ask before and after
+	@PATH="$(abspath $(VENV))/bin:$$PATH" OMP_NUM_THREADS=$(DEMO_THREADS) HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false \
+	  scripts/demo_dpo.sh
 
 # One thread a process: the tests run many processes at once, and fp32 sums keep their order.
 # The ops are compiled beside the first tests, which mostly wait; those that need the last one begin when it is done.

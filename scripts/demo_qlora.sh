@@ -9,23 +9,11 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-readonly RUNS=${RUNS:-runs} LAUNCH=${LAUNCH:-accelerate_configs/fsdp.yaml}
-readonly BASE=$RUNS/sample TUNED=$RUNS/demo_qlora
-readonly MERGED=$TUNED/exports/merged
+# shellcheck source=scripts/demo_steps.sh
+. scripts/demo_steps.sh
 # Beginnings of stories that are in no sample, and something to ask about them.
 readonly FIRST='Once there lived a small rabbit by the river. Her name was Nora. One warm afternoon, Nora made a big cookie all by herself. It smelled so good that she wanted to eat it all. "I am so hungry," said Leo. But Nora turned her back and went on eating. What does this story teach?'
 readonly SECOND='Finn was a young otter. His home was near the lake. He had a silver whistle and took it everywhere. One windy day, Finn wanted to play, but the silver whistle was gone. What is this story about?'
-
-title() { printf '\n=== %s\n' "$*"; }
-
-run() {
-  printf '$'
-  printf ' %q' "$@"
-  printf '\n'
-  "$@"
-}
-
-train() { run accelerate launch --config_file "$LAUNCH" scripts/train.py "$@"; }
 
 show() {
   local prompt=$1

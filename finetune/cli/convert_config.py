@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
-from finetune.config import peer_keys
+from finetune.config import peer_keys, preference_losses
 from finetune.config.peer_keys import CONVERTED, PeerKey, find_peer_key, json_word, peer_table, tool_name
 from finetune.config.provenance import flat
 from finetune.config.recipe import RECIPE_FIELDS, RecipeLoader, dump_tree, validate_recipe
@@ -37,6 +37,10 @@ _UNLIMITED = 2048
 _TRL_LOOKS = (
     "TRL looks at the data, and this does not: chat.train_on is `all`, which is right for `messages`. Write "
     "`completions` if records are `prompt` and `completion`, and remove `chat` if they are plain text."
+)
+_TRL_LOOKS_AT_PAIRS = (
+    "TRL looks at the data, and this does not: the chat template writes the answers. Remove `chat` if records are "
+    "texts that follow each other as they are."
 )
 _READERS = ("json", "csv", "parquet", "text")
 # Sections whose keys change files and figures, and nothing that is learned.
@@ -184,10 +188,48 @@ def _warmup(conversion: _Conversion, key: str, here: str, value: Any) -> Values:
 
 
 def _stage(conversion: _Conversion, key: str, here: str, value: Any) -> Values:
-    if value not in ("sft", "pt"):
-        conversion.leave("refused", key, "next tokens are trained, which are the stages `sft` and `pt`")
+    if value not in ("sft", "pt", "dpo"):
+        why = "next tokens and pairs of answers are trained, which are the stages `sft`, `pt` and `dpo`"
+        conversion.leave("refused", key, why)
+    if value == "dpo":
+        return {here: value}
     cut = value == "pt" and conversion.given.get("packing") is not False
     return {"data.packing": "wrapped", "data.remainder": "drop"} if cut else {}
+
+
+def _losses(conversion: _Conversion, key: str, here: str, value: Any) -> Values:
+    names, task = [value] if isinstance(value, str) else value, conversion.found.get("task.name")
+    if task is None:
+        conversion.leave("differs", key, "the loss is that of the next token; your own is named by task.loss")
+        return {}
+    known = preference_losses.LOSSES.get(task, (task,))
+    if unknown := [name for name in names if name not in known]:
+        raise _NotCarried(f"{', '.join(map(str, unknown))} is no loss of {task} here ({', '.join(known)})")
+    return {here: names} if task in preference_losses.LOSSES else {}
+
+
+def _smoothing(conversion: _Conversion, key: str, here: str, value: Any) -> Values:
+    task, losses = conversion.found.get("task.name", ""), conversion.found.get("preference.loss")
+    given = {"label_smoothing": value, **({"loss": losses} if losses else {})}
+    if value and (problems := preference_losses.problems(task, given)):
+        raise _NotCarried(problems[0].partition(": ")[0].replace("preference.", ""))
+    return {here: value} if value else {}
+
+
+def _with_sft(conversion: _Conversion, key: str, here: str, value: Any) -> Values:
+    found = conversion.found
+    if not value:
+        return {}
+    if conversion.tool == "llama-factory":
+        why = "there it is a mean of each answer's mean, and here of all tokens of chosen answers"
+        conversion.leave("differs", key, why)
+    if found.get("task.name") in ("orpo", "simpo"):
+        return {"preference.sft_weight": value + (found["task.name"] == "orpo")}
+    losses = found.get(here, ["sigmoid"])
+    return {
+        here: [*losses, "sft"],
+        "preference.loss_weights": [*found.get("preference.loss_weights", [1.0] * len(losses)), value],
+    }
 
 
 def _argument(conversion: _Conversion, key: str, here: str, value: Any) -> Values:
@@ -321,6 +363,9 @@ def _trl_source(conversion: _Conversion, place: str, entry: Any) -> list[Values]
     _leave_rest(conversion, place, entry, "path id name config split data_files columns weight")
     entry = {"path": entry.get("id"), "name": entry.get("config"), **entry}
     more = {} if entry.get("weight") is None else {"weight": entry["weight"]}
+    if "task.name" in conversion.found:
+        conversion.notes += [_TRL_LOOKS_AT_PAIRS] if _TRL_LOOKS_AT_PAIRS not in conversion.notes else []
+        return _places(entry["path"], entry, **more)
     columns = set(entry.get("columns") or ())
     if "dataset_text_field" in given:
         return _places(entry["path"], entry, text_field=given["dataset_text_field"], **more)
@@ -335,6 +380,29 @@ def _axolotl_source(conversion: _Conversion, place: str, entry: Mapping[str, Any
     data_type: Any = entry.get("type") or "pretrain"
     used = "path type split name data_files revision ds_type trust_remote_code"
     kind = "fields" if isinstance(data_type, dict) else re.split("[:.]", data_type)[0]
+    if "task.name" in conversion.found:
+        form = data_type if isinstance(data_type, dict) else entry
+        theirs = {"messages": "messages", "prompt": "prompt", "system": "system", "chosen": "chosen"}
+        theirs |= {"rejected": "rejected"}
+        fields = {ours: form[f"field_{name}"] for ours, name in theirs.items() if form.get(f"field_{name}")}
+        words = str(data_type)
+        if words.endswith("argilla"):
+            fields = {"chosen": "chosen_response", "rejected": "rejected_response"}
+        if kind in ("chatml", "llama3"):
+            conversion.found["chat.template"] = kind
+        elif kind not in ("chat_template", "orpo", "user_defined", "fields", "passthrough"):
+            raise _NotCarried(f"data of type {data_type} is not read; write it as pairs of messages")
+        mapped, roles = entry.get("message_property_mappings") or {}, entry.get("roles") or {}
+        names = {*mapped.values(), entry.get("message_field_role"), entry.get("message_field_content")}
+        if others := names - {None, "role", "content", "from", "value"}:
+            raise _NotCarried(
+                f"turns have the fields {', '.join(sorted(map(str, others)))}; call them role and content"
+            )
+        _add_roles(conversion, {name: role for role, names in roles.items() for name in names})
+        used += " field_messages field_prompt field_system field_chosen field_rejected message_property_mappings roles"
+        _leave_rest(conversion, place, entry, f"{used} message_field_role message_field_content")
+        fields = {ours: name for ours, name in fields.items() if ours != name}
+        return _places(str(entry["path"]), entry, **({"fields": fields} if fields else {}))
     if kind == "fields":
         theirs = {"user": "instruction", "input": "input", "assistant": "output", "system": "system"}
         fields = {ours: data_type[f"field_{name}"] for ours, name in theirs.items() if data_type.get(f"field_{name}")}
@@ -379,10 +447,18 @@ def _factory_source(conversion: _Conversion, place: str, name: str) -> list[Valu
         raise _NotCarried(f"{info} has no {name}")
     tags, listed = entry.get("tags", {}), entry.get("formatting") in ("sharegpt", "openai")
     columns = entry.get("columns") or ({"messages": "conversations"} if listed else {})
-    if entry.get("ranking") or {"images", "videos", "audios", "kto_tag", "chosen"} & columns.keys():
-        raise _NotCarried(f"{name} has preferences, images or sound, and only text is read")
+    prefers = "task.name" in conversion.found
+    if {"images", "videos", "audios", "kto_tag"} & columns.keys() or bool(entry.get("ranking")) != prefers:
+        lacks = "no pairs of answers" if prefers else "preferences, images or sound, and only text is read"
+        raise _NotCarried(f"{name} has {lacks}")
     more = _number_of_samples(conversion, name, entry, info)
-    if given.get("stage") == "pt":
+    if prefers:
+        # An answer with its prompt is read as for fine-tuning: Alpaca's fields, or turns.
+        ours = {"conversations": "messages"} if listed else {"instruction": "prompt", "input": "query"}
+        ours |= {word: word for word in ("system", "tools", "history", "chosen", "rejected")}
+        fields = {key: columns[word] for key, word in ours.items() if columns.get(word, key) != key}
+        more |= {"fields": fields} if fields else {}
+    elif given.get("stage") == "pt":
         more["text_field"] = columns.get("prompt", "instruction")
     else:
         theirs = {"messages": "messages"} if listed else {"user": "prompt", "input": "query", "assistant": "response"}
@@ -462,9 +538,11 @@ RULES: dict[str, Callable[[_Conversion, str, str, Any], Values]] = {
     "fsdp": _fsdp,
     "in_place_of_epochs": lambda _, key, here, value: {here: value, "length.epochs": None},
     "length": _length,
+    "losses": _losses,
     "names": _names,
     "rank": lambda _, key, here, value: {here: value, "lora.alpha": 2 * value},
     "share": _share,
+    "smoothing": _smoothing,
     "special_tokens": _special_tokens,
     "stage": _stage,
     "steps_of_epochs": lambda c, key, here, value: {here: value * c.given.get("epochs", 1), "length.epochs": None},
@@ -475,6 +553,7 @@ RULES: dict[str, Callable[[_Conversion, str, str, Any], Values]] = {
     "used": lambda *_: {},  # the rule of another key reads it
     "warmup": _warmup,
     "whole": _whole_steps,
+    "with_sft": _with_sft,
 }
 """Functions that carry over values, by the names that the table has for them."""
 
@@ -482,12 +561,15 @@ RULES: dict[str, Callable[[_Conversion, str, str, Any], Values]] = {
 # ---- the whole config
 
 
-def convert_config(file: Path, tool: str | None, folder: Path, devices: int | None) -> list[str]:
+def convert_config(
+    file: Path, tool: str | None, folder: Path, devices: int | None, task: str | None = None
+) -> list[str]:
     """Writes `recipe.yaml` to a folder, from another tool's config.
 
     Args:
         tool: One of `CONVERTED`; None to tell it by the keys.
         devices: Processes of the run; None for what the config says, or one.
+        task: The task of a config of TRL, which does not name its trainer; None to tell it by the keys.
 
     Returns:
         Lines with what was written, what was assumed, and every key that is not carried over.
@@ -502,7 +584,12 @@ def convert_config(file: Path, tool: str | None, folder: Path, devices: int | No
         given = flat({key: value for key, value in tree.items() if key not in ("dataset", "dataset_val")})
         given |= {key: tree[key] for key in ("dataset", "dataset_val") if key in tree}
     conversion = _Conversion(tool, file, given, {**peer_table()["fixed"][tool]})
-    own = {key: value for key, value in peer_table()["defaults"][tool].items() if given.get(key) is None}
+    usual = peer_table()["defaults"][tool]
+    if tool == "trl" and (task := task or _trl_task(given)):
+        usual = {**usual, **peer_table()["preference_defaults"][tool]}
+        conversion.found["task.name"] = task
+        conversion.notes.append(f"TRL's config does not name its trainer. The task is {task}; --task names another.")
+    own = {key: value for key, value in usual.items() if given.get(key) is None}
     rows = {key: find_peer_key(tool, key) for key in (*given, *own)}
     # Of lengths, null is a value.
     given_keys = {
@@ -518,7 +605,7 @@ def convert_config(file: Path, tool: str | None, folder: Path, devices: int | No
     launch, recipe = conversion.found.pop("launch"), _nested(conversion.found)
     try:
         if conversion.refusals:
-            advice = "Convert a config of supervised fine-tuning or pre-training on text."
+            advice = "Convert a config of fine-tuning, pre-training or pairs of answers, on text."
             raise RecipeError(" ".join([*conversion.refusals, advice]))
         _check_launch(validate_recipe(recipe, None, BUILT_IN), launch, devices)
     except (RecipeError, BackendError) as error:
@@ -590,6 +677,16 @@ def _recognise(file: Path, tree: Values) -> str:
     return best[0]
 
 
+def _trl_task(given: Values) -> str | None:
+    """Returns the task of a config of TRL by keys that one of its trainers of pairs has; None for fine-tuning."""
+    losses = given.get("loss_type") or []
+    losses = {losses} if isinstance(losses, str) else {*losses}
+    if "simpo" in losses or {"cpo_alpha", "simpo_gamma"} & given.keys():
+        return "simpo" if "simpo" in losses else "cpo"
+    keys = {"beta", "loss_weights", "label_smoothing", "f_divergence_type", "discopop_tau", "precompute_ref_log_probs"}
+    return "dpo" if losses - {"nll", "chunked_nll", "dft"} or keys & given.keys() else None
+
+
 def _complete(conversion: _Conversion, devices: int) -> str:
     """Adds what follows from several keys, and removes what is not in force; returns the sentence on the batch."""
     values, given, tool = conversion.found, conversion.given, conversion.tool
@@ -605,16 +702,22 @@ def _complete(conversion: _Conversion, devices: int) -> str:
             del values[key]
     sources = values.get("data.train", []) + values.get("data.validation", [])
     formats = {source["format"] for source in sources if "format" in source}
-    values["chat"] = bool(formats)
-    if tool == "axolotl" and not formats & {"messages", "sharegpt"}:
+    prefers = "task.name" in values
+    values["chat"] = prefers or bool(formats)
+    if prefers:
+        values["data.packing"] = "documents"
+        values.pop("chat.train_on", None)  # answers alone are learned
+        if tool != "llama-factory" and values["task.name"] == "simpo":
+            values.setdefault("preference.sft_weight", 1.0)
+    elif tool == "axolotl" and not formats & {"messages", "sharegpt"}:
         values["chat.template"] = "alpaca" if formats == {"alpaca"} else "plain"
     for source in sources:
         source |= {"format": "text"} if values["chat"] and "text_field" in source else {}
     if values["chat"] and values.get("data.packing") == "wrapped":
         values["data.packing"] = "documents"
         conversion.leave("differs", "packing", "data.packing `wrapped` would cut through conversations")
-    for section in ("lora", "chat"):
-        for key in [key for key in values if key.partition(".")[0] == section and not values.get(section)]:
+    for section, on in (("lora", "lora"), ("chat", "chat"), ("preference", "task.name")):
+        for key in [key for key in values if key.partition(".")[0] == section and not values.get(on)]:
             del values[key]
     product = f"{rows} rows a device x {accumulation} accumulation x {devices} device{'s' * (devices > 1)}"
     return f"Global batch: {product} = {total} rows. For another number of devices, convert with --devices N."

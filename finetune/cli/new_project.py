@@ -23,6 +23,7 @@ from finetune.config.recipe import RecipeLoader, apply_override, dump_tree, reci
 from finetune.config.recipe_schema import Recipe
 from finetune.data.class_labels import ClassList
 from finetune.data.source_survey import Kind, SourceSurvey, survey_source, token_lengths
+from finetune.data.sources.column_names import PREFERENCES
 from finetune.data.tokenization.tokenizer import load_tokenizer
 from finetune.distributed.launch.predicted_environment import launch_of_file
 from finetune.models.heads import NEXT_TOKEN
@@ -34,17 +35,15 @@ from finetune.planning.step_time import Machines
 from finetune.tasks import classification
 from finetune.tasks.task_lookup import BUILT_IN
 from finetune.utils.atomic_files import explain_unwritable
-from finetune.utils.errors import RecipeError
+from finetune.utils.errors import DataError, RecipeError
 from finetune.utils.quoting import shell_command, shell_word
 from finetune.utils.shipped_files import LAUNCH_FILES, shipped_path
 from finetune.utils.yaml_files import parse
 
-_KINDS: dict[str, Kind] = {"lm": "text", "chat": "conversations", "classify": "labelled"}
+_KINDS: dict[str, Kind] = {"lm": "text", "chat": "conversations", "classify": "labelled", "dpo": "pairs"}
 _COLUMNS = ("text_field", "label_field", "fields", "split")
 # As many times the documents of the smallest class.
 _UNEQUAL = 4
-KEPT_RECIPE = "sft.yaml"
-"""Name of the recipe that `finetune sft` keeps in a run directory, which the run itself does not touch."""
 _FILES = jinja2.Environment(
     loader=jinja2.FileSystemLoader(Path(__file__).parent / "project_files"),
     trim_blocks=True,
@@ -58,13 +57,19 @@ class Project:
     """Options of a new project, as `finetune init` takes them."""
 
     task: str | None = None
-    """`lm`, `chat`, `classify` or `custom`; None to find it in the data, or `lm` without any."""
+    """`lm`, `chat`, `classify`, `dpo` or `custom`; None to find it in the data, or `lm` without any."""
     model: str | None = None
     data: str | None = None
     adapters: str | None = None
     """"lora", "qlora", or None to train all weights."""
     output: str | None = None
     """The run directory; None for one below `runs`."""
+
+    @property
+    def verb(self) -> str:
+        """The command that makes and runs its recipe, and keeps it in the run directory, as VERB.yaml, which the run
+        itself does not touch."""
+        return "dpo" if self.task == "dpo" else "sft"
 
 
 @dataclass(frozen=True)
@@ -120,7 +125,7 @@ def write_project(folder: Path, project: Project) -> list[str]:
 
 @dataclass(frozen=True)
 class KeptRecipe:
-    """The recipe of a run that `finetune sft` starts."""
+    """The recipe of a run that `finetune sft` or `dpo` starts."""
 
     file: Path
     """Its place in the run directory."""
@@ -136,15 +141,16 @@ def make_recipe(project: Project, overrides: Sequence[str], *, quiet: bool = Fal
     Raises:
         FinetuneError: If data cannot be read, or the directory holds the recipe of another command.
     """
-    given = {"task": project.task, "model": project.model, "data": project.data}
+    task = project.task if project.task != project.verb else None
+    given = {"task": task, "model": project.model, "data": project.data}
     words = [word for key, value in given.items() if value is not None for word in (f"--{key}", value)]
     words += [f"--{project.adapters}"] if project.adapters else []
-    command = shell_command(["finetune", "sft", *words, *overrides])
+    command = shell_command(["finetune", project.verb, *words, *overrides])
     folder = project.output or _run_name(project)
     settings: dict[str, Any] = {"output": {"dir": folder}}
     for override in overrides:
         apply_override(settings, override)
-    file = Path(os.path.expanduser(str(settings["output"]["dir"]))) / KEPT_RECIPE
+    file = Path(os.path.expanduser(str(settings["output"]["dir"]))) / f"{project.verb}.yaml"
     if file.exists():
         text, lines = file.read_text(encoding="utf-8"), [f"Recipe: {file}, as it is there."]
         before = text.partition("\n")[0].removeprefix("# ")
@@ -155,6 +161,8 @@ def make_recipe(project: Project, overrides: Sequence[str], *, quiet: bool = Fal
             )
     else:
         draft = _draft_recipe(replace(project, output=folder), settings)
+        if draft.project.verb != project.verb:
+            raise DataError(f"{project.data}: {PREFERENCES}")
         text, lines = draft.text(), [*draft.lines]
         if overrides:
             trees = recipe_layers(parse(text, RecipeLoader), overrides, "the recipe that is made", quiet=quiet)
@@ -203,15 +211,19 @@ def _draft_recipe(project: Project, given: Mapping[str, Any] | None = None) -> _
         project = replace(project, task=next(task for task, kind in _KINDS.items() if kind == survey.kind))
     task = project.task or "lm"
     project = replace(project, task=task, output=project.output or f"runs/{task}")
+    turns = survey.turns if survey is not None else task in ("chat", "dpo")
     values: dict[str, Any] = {"source_keys": survey.keys if survey is not None else {}, "num_labels": 7, "plain": True}
+    values["turns"] = turns
     sizes = default_sizes(256, machines.ranks)
-    least = _least_recipe(project, survey)
+    least = _least_recipe(project, survey, turns)
     if least is not None:
         # Template and classes are the model's own, if it has them.
-        values["plain"] = task == "chat" and load_tokenizer(least).chat_template is None
+        values["plain"] = turns and load_tokenizer(least).chat_template is None
         if values["plain"]:
-            least = _least_recipe(project, survey, template="plain")
-    positions = {"chat": 1024, "classify": 512}.get(task, 256) if least is None else _positions(least, task)
+            least = _least_recipe(project, survey, turns, template="plain")
+    positions = (
+        {"chat": 1024, "dpo": 1024, "classify": 512}.get(task, 256) if least is None else _positions(least, task)
+    )
     if survey is not None:
         if survey.labels:
             known = pretrained_classes(least, classification.HEAD) if least is not None else None
@@ -245,21 +257,23 @@ def _size_to(
     lengths = [len(text.encode()) // 3 + 1 for text in survey.texts]
     if recipe is not None:
         lengths = token_lengths(survey, recipe)
-    packing = {"text": "split", "conversations": "documents", "labelled": "padded"}[survey.kind]
+    packing = {"text": "split", "conversations": "documents", "labelled": "padded", "pairs": "pairs"}[survey.kind]
     longest = min(1024 if packing == "split" else 4096, positions)
     return size_recipe(survey.documents, lengths, longest, ranks, packing=packing, most=positions, given=given)
 
 
-def _least_recipe(project: Project, survey: SourceSurvey | None, template: str | None = None) -> Recipe | None:
-    """Returns a recipe that opens the pretrained model; None without one."""
+def _least_recipe(
+    project: Project, survey: SourceSurvey | None, turns: bool, template: str | None = None
+) -> Recipe | None:
+    """Returns a recipe that opens the pretrained model, with a template if it writes turns; None without a model."""
     if project.model is None:
         return None
     source = {"sample": 1} if survey is None else {"path": survey.path, **survey.keys}
     data = {"train": [source], "sequence_length": 2}
     least: dict[str, Any] = {"model": {"name": project.model}, "data": data, "length": {"steps": 1}}
-    if project.task == "classify":
-        least["task"] = classification.NAME
-    if project.task == "chat":
+    if project.task in ("classify", "dpo"):
+        least["task"] = classification.NAME if project.task == "classify" else project.task
+    if turns:
         least["chat"] = {"template": template}
     return validate_recipe(least)
 

@@ -59,7 +59,7 @@ def size_recipe(
         longest: Tokens that a row may have.
         ranks: Processes of the run.
         packing: `documents`, packed, where longer ones are left out; `split`, where these go on in another row; or
-            `padded`: one a row.
+            `padded`: one a row; or `pairs`: one a row, and longer ones are left out.
         most: Tokens that a row may have at all, if these are more.
         given: Sections of the recipe with the keys that the user has set.
     """
@@ -67,13 +67,14 @@ def size_recipe(
     held_out = 0.05 if documents < _FEW_DOCUMENTS else 0.02
     trained = documents * (1 - held_out)
     tokens = trained * sum(lengths) / len(lengths)
+    one_a_row = packing in ("padded", "pairs")
     usual, chosen = min(_LENGTH, longest), data.get("sequence_length")
     row_length = row_length_for(lengths, longest, split=packing == "split")
     if isinstance(chosen, int) and chosen > 0:
         row_length = chosen
-    elif packing != "padded" and row_length < usual and tokens / usual >= _ROWS * _STEPS:
+    elif not one_a_row and row_length < usual and tokens / usual >= _ROWS * _STEPS:
         row_length = usual
-    num_rows = int(trained if packing == "padded" else max(1, tokens / row_length / _FILLED))
+    num_rows = int(trained if one_a_row else max(1, tokens / row_length / _FILLED))
     if packing == "documents":
         num_rows = min(num_rows, int(trained))
     usual_sizes = default_sizes(row_length, ranks)

@@ -1,4 +1,4 @@
-"""Verbs that make or take a recipe: sft, init, convert, train, launch, explain, doctor, data, show, plan, schema."""
+"""Verbs of recipes: sft, dpo, init, convert, train, launch, explain, doctor, data, show, plan, schema."""
 
 import argparse
 import json
@@ -24,22 +24,23 @@ if TYPE_CHECKING:
 
 # Those of `peer_keys`, which is not imported before it is needed.
 CONVERTED_TOOLS = ("trl", "axolotl", "llama-factory", "torchtune")
-TASKS = ("lm", "chat", "classify", "custom")
+TASKS = ("lm", "chat", "classify", "dpo", "custom")
 CLUSTERS = ("slurm", "k8s", "kubeflow", "sky")
 _RECIPE = "a recipe, by name or path: sample, my/recipe.yaml"
 
 
 def add_verbs(verbs: Any) -> None:
     """Adds the verbs of this file."""
-    verb = arguments.add_verb(verbs, sft)
-    _add_project_arguments(verb, required=True)
-    verb.add_argument("--output", metavar="DIR", help="the run directory (default: runs/MODEL-DATA)")
-    verb.add_argument("overrides", nargs="*", metavar="key.key=value", help="a value for the recipe that is made")
-    _add_start_arguments(verb, required=False)
+    for run, tasks in ((sft, TASKS[:3]), (dpo, ())):
+        verb = arguments.add_verb(verbs, run)
+        _add_project_arguments(verb, tasks, required=True)
+        verb.add_argument("--output", metavar="DIR", help="the run directory (default: runs/MODEL-DATA)")
+        verb.add_argument("overrides", nargs="*", metavar="key.key=value", help="a value for the recipe that is made")
+        _add_start_arguments(verb, required=False)
 
     verb = arguments.add_verb(verbs, init)
     verb.add_argument("folder", nargs="?", default=".", metavar="DIR", help="its folder (default: the current one)")
-    _add_project_arguments(verb, required=False)
+    _add_project_arguments(verb, TASKS, required=False)
 
     verb = arguments.add_verb(verbs, convert)
     verb.add_argument("file", type=os.path.expanduser, metavar="FILE", help="a config of one of these tools, in YAML")
@@ -50,6 +51,8 @@ def add_verbs(verbs: Any) -> None:
     )
     text = "processes of the run, which multiply the batch (default: what the config says, or 1)"
     verb.add_argument("--devices", type=int, metavar="N", help=text)
+    text = "the task of a config of TRL, which does not name its trainer (default: told by its keys)"
+    verb.add_argument("--task", choices=("dpo", "orpo", "cpo", "simpo"), help=text)
 
     for run in (train, launch):
         verb = arguments.add_verb(verbs, run)
@@ -106,11 +109,11 @@ def add_verbs(verbs: Any) -> None:
     verb.add_argument("--path", action="store_true", help="print the path of the installed schema file instead")
 
 
-def _add_project_arguments(verb: argparse.ArgumentParser, *, required: bool) -> None:
+def _add_project_arguments(verb: argparse.ArgumentParser, tasks: tuple[str, ...], *, required: bool) -> None:
     """Adds what a new recipe is made of; `required`: the model and the data must be given."""
     own = ("", "") if required else (" (default: a small model, from random weights)", " (default: built-in data)")
-    text = "what is learned (default: found from the data)"
-    verb.add_argument("--task", choices=TASKS[: 3 if required else 4], help=text)
+    if tasks:
+        verb.add_argument("--task", choices=tasks, help="what is learned (default: found from the data)")
     verb.add_argument("--model", required=required, help=f"a directory or a name on the hub{own[0]}")
     verb.add_argument("--data", required=required, metavar="FILE", help=f"a file, glob or directory{own[1]}")
     adapters = verb.add_mutually_exclusive_group()
@@ -128,13 +131,22 @@ def _add_start_arguments(verb: argparse.ArgumentParser, *, required: bool) -> No
 
 def sft(parsed: argparse.Namespace) -> None:
     """Fine-tune a model on your data in one command: the recipe is made, run, and kept in the run directory."""
+    _make_and_run(parsed, parsed.task)
+
+
+def dpo(parsed: argparse.Namespace) -> None:
+    """Train a model on pairs of answers, of which one is preferred, in one command, as `sft` does on examples."""
+    _make_and_run(parsed, "dpo")
+
+
+def _make_and_run(parsed: argparse.Namespace, task: str | None) -> None:
     _check_project(parsed)
     from finetune.cli.new_project import Project, make_recipe
     from finetune.data.source_survey import UnknownColumns
     from finetune.utils import atomic_files
     from finetune.utils.temporary_folders import temporary_folder
 
-    project = Project(parsed.task, parsed.model, parsed.data, parsed.adapters, parsed.output)
+    project = Project(task, parsed.model, parsed.data, parsed.adapters, parsed.output)
     try:
         made = make_recipe(project, parsed.overrides, quiet=parsed.quiet)
     except UnknownColumns as error:
@@ -191,7 +203,8 @@ def convert(parsed: argparse.Namespace) -> None:
     """Make a recipe of a config of TRL, Axolotl, LLaMA-Factory or torchtune."""
     from finetune.cli.convert_config import convert_config
 
-    to_stdout("\n".join(convert_config(Path(parsed.file), parsed.tool, Path(parsed.folder), parsed.devices)))
+    folder = Path(parsed.folder)
+    to_stdout("\n".join(convert_config(Path(parsed.file), parsed.tool, folder, parsed.devices, parsed.task)))
 
 
 def train(parsed: argparse.Namespace) -> None:

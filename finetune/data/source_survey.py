@@ -10,15 +10,17 @@ from typing import Any, Literal
 from finetune.config.recipe_schema import Recipe, Source
 from finetune.data.chat.chat_encoder import ChatEncoder
 from finetune.data.chat.chat_templates import find_template
+from finetune.data.chat.preference_encoder import PreferenceEncoder
 from finetune.data.class_labels import KnownClasses
-from finetune.data.rows.kinds import classes, documents
-from finetune.data.sources.column_names import guess_chat_fields, guess_field
-from finetune.data.sources.conversation_formats import AS_IT_IS, RecordForm, find_format
+from finetune.data.rows.kinds import answer_pairs, classes, documents
+from finetune.data.sources.column_names import guess_chat_fields, guess_field, guess_pair_fields
+from finetune.data.sources.conversation_formats import AS_IT_IS, RecordForm, Tolerance, find_format
 from finetune.data.sources.corpus import open_source
+from finetune.data.sources.preference_formats import PreferenceForm, has_prompt
 from finetune.data.tokenization.tokenizer import Encoder, load_tokenizer
 from finetune.utils.errors import DataError
 
-Kind = Literal["text", "conversations", "labelled"]
+Kind = Literal["text", "conversations", "labelled", "pairs"]
 
 _MOST_READ = 20_000
 _MOST_TOKENISED = 1_000
@@ -28,6 +30,7 @@ _SOURCE = "data.train.0"
 # Records in which columns are looked for whose names say nothing.
 _LOOKED_AT = 200
 # Names of columns, in small letters, that are no text to learn.
+_WRITTEN = {True: "conversations", False: "texts"}
 _NO_TEXT = ("id", "url", "source", "date")
 
 
@@ -46,9 +49,11 @@ class UnknownColumns(DataError):
             "text_field=…": ("text", "labelled"),
             "label_field=… of classes": ("labelled",),
             "fields.user=… and fields.assistant=… of conversations": ("conversations",),
+            "fields.prompt=…, fields.chosen=… and fields.rejected=… of pairs": ("pairs",),
         }
         self.keys = ", ".join(f"{_SOURCE}.{key}" for key, of in keys.items() if kind is None or kind in of)
         names = {"labelled": "`text` and `label`", "conversations": "`question` and `answer`"}
+        names["pairs"] = "`prompt`, `chosen` and `rejected`"
         self.names = names.get(kind or "", "`text`, or `question` and `answer`")
         """Names of columns that are known."""
 
@@ -68,7 +73,7 @@ class SourceSurvey:
     texts: tuple[str, ...]
     """The first of them, as a run reads them: conversations are JSON."""
     form: str = ""
-    """Format of conversations."""
+    """Format of conversations; of pairs `conversations`, or `texts` that hold their prompts."""
     labels: dict[int | str, int] = field(default_factory=dict)
     """Documents of each class."""
     places: tuple[tuple[int | str, str], ...] = ()
@@ -76,9 +81,16 @@ class SourceSurvey:
     classes: KnownClasses | None = None
     """Names that the data itself gives to the classes."""
 
+    @property
+    def turns(self) -> bool:
+        """True if a chat template writes them."""
+        return self.kind == "conversations" or self.form == "conversations"
+
     def line(self) -> str:
         """Returns a line for people."""
-        what = {"text": "texts", "conversations": f"conversations ({self.form})"}.get(self.kind, "texts with a class")
+        what = {"text": "texts", "labelled": "texts with a class", "pairs": "pairs of answers"}.get(
+            self.kind, f"conversations ({self.form})"
+        )
         count = f"{self.documents:,}" if self.whole else f"about {self.documents:,}"
         flat = {**self.keys, **{f"fields.{key}": name for key, name in self.keys.get("fields", {}).items()}}
         keys = ", ".join(f"{key} {name}" for key, name in flat.items() if key != "fields")
@@ -104,8 +116,15 @@ def survey_source(path: str, kind: Kind | None = None, given: Mapping[str, Any] 
         raise DataError(f"{path} holds no documents. Name a file with some.")
     record_kind, keys = _describe([json.loads(document.text) for document in first], kind, given or {}, first[0].where)
     keys |= split
-    form = RecordForm("auto", keys.get("fields", {})) if record_kind == "conversations" else None
-    rows, source = classes.KIND if record_kind == "labelled" else documents.KIND, Source(path=path, **keys)
+    fields, source = keys.get("fields", {}), Source(path=path, **keys)
+    form: RecordForm | PreferenceForm | None = None
+    if record_kind == "conversations":
+        form = RecordForm("auto", fields)
+    elif record_kind == "pairs":
+        record = json.loads(first[0].text)
+        chat = not isinstance(record.get(fields.get("chosen", "chosen")), str) or has_prompt(record, fields)
+        form = PreferenceForm(RecordForm("auto"), Tolerance(), chat, fields)
+    rows = {"labelled": classes.KIND, "pairs": answer_pairs.KIND}.get(record_kind, documents.KIND)
     corpus = open_source(source, rows.fields(source, form=form, source=_SOURCE))
     read = corpus.documents()
     texts: list[str] = []
@@ -127,6 +146,7 @@ def survey_source(path: str, kind: Kind | None = None, given: Mapping[str, Any] 
     if not whole and corpus.size:
         count = max(count, round(count * corpus.size / max(1, corpus.meter.done)))
     names = corpus.fields.classes
+    detected = form.detected if isinstance(form, RecordForm) else "" if form is None else _WRITTEN[form.chat]
     return SourceSurvey(
         path=path,
         kind=record_kind,
@@ -134,7 +154,7 @@ def survey_source(path: str, kind: Kind | None = None, given: Mapping[str, Any] 
         documents=count,
         whole=whole,
         texts=tuple(texts),
-        form=form.detected if form is not None else "",
+        form=detected,
         labels=dict(labels),
         places=tuple(places.values()),
         classes=KnownClasses(names, path) if names else None,
@@ -150,8 +170,13 @@ def _describe(
         UnknownColumns: If no meaning is known for its fields.
     """
     record = records[0]
-    form, fields = find_format(record), given.get("fields") or guess_chat_fields(record)
     named = "text_field" in given or "label_field" in given
+    if kind == "pairs" or (kind is None and not named and "fields" not in given):
+        ranked = "completions" in record and bool({"scores", "ranks"} & record.keys())
+        pairs = given.get("fields") or ({} if ranked else guess_pair_fields(record))
+        if pairs is not None:
+            return "pairs", {"fields": pairs} if pairs else {}
+    form, fields = find_format(record), given.get("fields") or guess_chat_fields(record)
     if kind == "conversations" or (kind is None and not named):
         if form not in (None, "text") and "fields" not in given and not ("input" in fields and form != "alpaca"):
             return "conversations", {}
@@ -162,8 +187,8 @@ def _describe(
     texts = [name for name, value in record.items() if isinstance(value, str) and name != label]
     others = [name for name in texts if name.lower() not in _NO_TEXT]
     text = given.get("text_field") or guess_field(texts, "text_field") or (others[0] if len(others) == 1 else None)
-    if text is None or (kind == "labelled" and label is None) or kind == "conversations":
-        wanted = {"conversations": "conversations", "labelled": "texts with a class"}.get(kind or "", "text")
+    if text is None or (kind == "labelled" and label is None) or kind in ("conversations", "pairs"):
+        wanted = {"labelled": "texts with a class", "pairs": "pairs of answers"}.get(kind or "", kind or "text")
         raise UnknownColumns(
             f"{where}: the fields are {', '.join(record) or 'none'}, and by their names these are no {wanted}.",
             kind,
@@ -192,7 +217,10 @@ def _likely_columns(
     # Columns whose values repeat.
     classes = [name for name, column in values.items() if 1 < len({*map(str, column)}) <= max(2, len(column) // 5)]
     texts = [name for name, column in values.items() if all(isinstance(value, str) for value in column)]
-    texts = [name for name in texts if name != label and (name not in classes or kind == "conversations")]
+    texts = [name for name in texts if name != label and (name not in classes or kind in ("conversations", "pairs"))]
+    if kind == "pairs":
+        named = {f"fields.{key}": name for key, name in zip(("prompt", "chosen", "rejected"), texts, strict=False)}
+        return named if len(named) == 3 else {}
     if kind == "labelled" or "label_field" in given or (kind is None and (label or classes) and len(texts) == 1):
         text = text or next(iter(texts), "")
         label = label or next((name for name in [*classes, *values] if name != text), "")
@@ -204,20 +232,28 @@ def _likely_columns(
 
 
 def token_lengths(survey: SourceSurvey, recipe: Recipe) -> list[int]:
-    """Returns the tokens of each of the survey's documents, by the tokenizer and template of a recipe.
+    """Returns the tokens of each of the survey's documents, by the tokenizer and template of a recipe; of pairs those
+    of the longer answer with its prompt.
 
     Raises:
         DataError: If the tokenizer cannot be loaded, or cannot read them.
     """
     tokenizer = load_tokenizer(recipe)
-    if recipe.chat is None:
+    most = 1 << 30
+    chat: ChatEncoder | None = None
+    if recipe.chat is not None:
+        template = find_template(tokenizer, recipe.chat.template, recipe.chat.template_args)
+        chat = ChatEncoder(tokenizer, template, recipe.chat, row_length=most)
+    where = f"{survey.path}, document"
+    if survey.kind == "pairs":
+        pairs = PreferenceEncoder(chat or Encoder(tokenizer, num_workers=None), most)
+        both = [pairs.encode(text.encode(), f"{where} {n}") for n, text in enumerate(survey.texts, start=1)]
+        return [max(half.ids.size for half in halves) for halves in both]
+    if chat is None:
         # One more at each end, at most.
         lengths = Encoder(tokenizer, num_workers=None).encode([text.encode() for text in survey.texts]).lengths
         return [int(length) + 2 for length in lengths]
-    template = find_template(tokenizer, recipe.chat.template, recipe.chat.template_args)
-    encoder = ChatEncoder(tokenizer, template, recipe.chat, row_length=1 << 30)
-    where = f"{survey.path}, conversation"
-    return [encoder.encode(text.encode(), f"{where} {n}").ids.size for n, text in enumerate(survey.texts, start=1)]
+    return [chat.encode(text.encode(), f"{where} {n}").ids.size for n, text in enumerate(survey.texts, start=1)]
 
 
 def row_length_for(lengths: Sequence[int], most: int, *, split: bool) -> int:

@@ -93,6 +93,49 @@ INFO = {
     "pairs": {"file_name": "pairs.json", "columns": {"prompt": "question", "response": "reply"}},
     "talks": {"hf_hub_url": "org/talks", "formatting": "sharegpt", "split": "train_sft", "num_samples": 7},
     "liked": {"file_name": "liked.json", "ranking": True},
+    "chats": {
+        "file_name": "chats.json",
+        "ranking": True,
+        "formatting": "sharegpt",
+        "columns": {"messages": "talk", "chosen": "chosen", "rejected": "bad"},
+    },
+}
+# As the published examples are: instruct-dpo-lora-8b.yml and qwen3_lora_dpo.yaml.
+AXOLOTL_DPO = {
+    "base_model": "org/model",
+    "adapter": "lora",
+    "lora_r": 32,
+    "lora_alpha": 16,
+    "lora_target_linear": True,
+    "chat_template": "llama3",
+    "rl": "dpo",
+    "rl_beta": 0.2,
+    "datasets": [
+        {
+            "path": "org/better",
+            "type": "chat_template.default",
+            "field_messages": "conversation",
+            "field_chosen": "chosen",
+            "field_rejected": "worse",
+            "message_property_mappings": {"role": "role", "content": "content"},
+            "roles": {"user": ["user"], "assistant": ["assistant"]},
+        },
+        {"path": "org/argilla", "split": "train", "type": "llama3.argilla"},
+    ],
+    "sequence_len": 512,
+    "micro_batch_size": 2,
+    "gradient_accumulation_steps": 4,
+    "num_epochs": 1,
+    "learning_rate": 2e-4,
+    "dpo_label_smoothing": 0.1,
+}
+FACTORY_DPO = {
+    "stage": "dpo",
+    "pref_beta": 0.2,
+    "pref_loss": "sigmoid",
+    "pref_ftx": 0.5,
+    "dataset": "liked, chats, pairs",
+    "max_samples": None,
 }
 TORCHTUNE = {
     "output_dir": "out",
@@ -219,6 +262,89 @@ def test_llama_factory_pre_training(tmp_path: Path) -> None:
     assert recipe.lora is None
 
 
+def test_trl_of_pairs(tmp_path: Path) -> None:
+    config = {**TRL, "beta": 0.2, "loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5], "label_smoothing": 0.1}
+    config |= {"max_prompt_length": 64, "precompute_ref_log_probs": True, "assistant_only_loss": None}
+    recipe, said = converted(tmp_path, config)
+    assert recipe.task.name == "dpo"
+    assert "does not name its trainer. The task is dpo; --task names another." in said
+    assert recipe.preference is not None
+    assert recipe.preference.model_dump(exclude_defaults=True) == {
+        "loss": ("sigmoid", "sft"),
+        "loss_weights": (1.0, 0.5),
+        "beta": 0.2,
+    }
+    assert "label_smoothing: label_smoothing is 0.1, and sigmoid, sft does not take it" in said
+    assert "max_prompt_length: data.sequence_length is for a prompt with an answer" in said
+    # TRL's own values: its trainers of pairs switch dropout off, adapters' too.
+    assert recipe.lora is not None
+    assert (recipe.lora.dropout, recipe.optim.lr, recipe.data.packing) == (0.0, 1e-6, "documents")
+    assert recipe.chat is not None
+    assert recipe.chat.train_on == "assistant"
+    assert recipe.data.train[0].format == "auto"
+
+
+@pytest.mark.parametrize(
+    ("keys", "asked", "task", "section"),
+    [
+        ({"beta": 0.3}, "orpo", "orpo", {"beta": 0.3}),
+        (
+            {"loss_type": "simpo", "cpo_alpha": 0.0, "simpo_gamma": 1.0},
+            None,
+            "simpo",
+            {"gamma": 1.0, "sft_weight": 0.0},
+        ),
+        ({"loss_type": "simpo"}, None, "simpo", {"sft_weight": 1.0}),  # TRL's own weight
+        ({"loss_type": "hinge", "cpo_alpha": 0.5}, None, "cpo", {"loss": ("hinge",), "sft_weight": 0.5}),
+        ({"loss_type": "robust", "label_smoothing": 0.1}, None, "dpo", {"loss": ("robust",), "label_smoothing": 0.1}),
+        ({"rpo_alpha": 0.5, "beta": 0.1}, None, "dpo", {"loss": ("sigmoid", "sft"), "loss_weights": (1.0, 0.5)}),
+        ({"loss_type": "dft"}, None, "causal_lm", None),
+    ],
+)
+def test_tasks_of_trl(
+    keys: dict[str, Any], asked: str | None, task: str, section: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump({**TRL, **keys}))
+    convert_config(file, "trl", tmp_path / "new", None, asked)
+    recipe = load_recipe(tmp_path / "new" / "recipe.yaml", tasks=BUILT_IN)
+    assert recipe.task.name == task
+    assert (recipe.preference and recipe.preference.model_dump(exclude_defaults=True)) == section
+
+
+def test_axolotl_of_pairs(tmp_path: Path) -> None:
+    recipe, said = converted(tmp_path, AXOLOTL_DPO)
+    talks, argilla = recipe.data.train
+    assert (talks.hub, talks.fields) == ("org/better", {"messages": "conversation", "rejected": "worse"})
+    assert argilla.fields == {"chosen": "chosen_response", "rejected": "rejected_response"}
+    assert recipe.chat is not None
+    assert (recipe.task.name, recipe.chat.template, recipe.data.packing) == ("dpo", "llama3", "documents")
+    assert recipe.preference is not None
+    assert recipe.preference.beta == 0.2
+    assert "dpo_label_smoothing: label_smoothing is 0.1, and sigmoid does not take it" in said
+    (tmp_path / "new" / "recipe.yaml").unlink()
+    recipe, _ = converted(tmp_path, {**AXOLOTL_DPO, "rl": "ipo"})
+    assert recipe.preference is not None
+    assert recipe.preference.loss == ("ipo",)
+
+
+def test_llama_factory_of_pairs(tmp_path: Path) -> None:
+    (tmp_path / "dataset_info.json").write_text(json.dumps(INFO))
+    recipe, said = converted(tmp_path, {**FACTORY, **FACTORY_DPO})
+    liked, chats = recipe.data.train
+    assert (liked.path, liked.fields) == (str(tmp_path / "liked.json"), {})
+    assert chats.fields == {"conversations": "talk", "rejected": "bad"}
+    assert "dataset.2: pairs has no pairs of answers" in said
+    assert recipe.task.name == "dpo"
+    assert recipe.preference is not None
+    section = {"beta": 0.2, "loss": ("sigmoid", "sft"), "loss_weights": (1.0, 0.5)}
+    assert recipe.preference.model_dump(exclude_defaults=True) == section
+    assert "pref_ftx: there it is a mean of each answer's mean" in said
+    (tmp_path / "new" / "recipe.yaml").unlink()
+    recipe, _ = converted(tmp_path, {**FACTORY, **FACTORY_DPO, "pref_loss": "orpo", "pref_ftx": 0.0})
+    assert recipe.task.name == "orpo"
+
+
 def test_names_of_llama_factory_need_their_table(tmp_path: Path) -> None:
     assert "Copy dataset_info.json beside the config" in refusal(tmp_path, FACTORY)
     recipe, _ = converted(tmp_path, {**FACTORY, "dataset": "org/talks", "dataset_dir": "ONLINE"})
@@ -295,8 +421,14 @@ def test_what_is_not_known_is_listed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({**FACTORY, "stage": "dpo"}, "stage is dpo, and next tokens are trained"),
-        ({**AXOLOTL, "rl": "kto"}, "rl is kto, and preferences"),
+        ({**FACTORY, "stage": "ppo"}, "stage is ppo, and next tokens and pairs of answers are trained"),
+        ({**AXOLOTL, "rl": "kto"}, "rl is kto, and kto has no counterpart in task.name (dpo, ipo, orpo, simpo)"),
+        ({**TRL, "loss_type": ["sigmoid", "kto_pair"]}, "kto_pair is no loss of dpo here (sigmoid, hinge"),
+        ({**TRL, "beta": 0.1, "sync_ref_model": True}, "sync_ref_model is true, and the reference is the model"),
+        (
+            {**FACTORY, **FACTORY_DPO, "ref_model": "org/other"},
+            "ref_model is org/other, and the reference is the model",
+        ),
         ({**AXOLOTL, "adapter": "llama-adapter"}, "adapter is llama-adapter"),
         ({**AXOLOTL, "datasets": [{"path": "a", "type": "oasst"}]}, "datasets.0: data of type oasst is not read"),
         ({**AXOLOTL, "micro_batch_size": "two"}, 'batch.micro_size: got "two"; allowed are a whole number above 0'),
@@ -309,12 +441,19 @@ def test_what_is_not_known_is_listed(tmp_path: Path) -> None:
         ({**AXOLOTL, "deepspeed": "zero3.json", "gradient_checkpointing": True}, "AdamW8bit of bitsandbytes"),
         # With all that was not read.
         (
-            {**TRL, "rl": 1, "beta": 0.1, "brand_new": 3, "neftune_noise_alpha": 5, "dataloader_num_workers": 2},
+            {
+                **TRL,
+                "num_generations": 8,
+                "beta": 0.1,
+                "brand_new": 3,
+                "neftune_noise_alpha": 5,
+                "dataloader_num_workers": 2,
+            },
             "may differ: neftune_noise_alpha: this method is not offered; Not carried over; files, figures, speed or "
             "memory may differ: dataloader_num_workers: the launch file or the run decides it; Not in the table of the "
             "tool's keys: brand_new: got 3.",
         ),
-        ({**FACTORY, "stage": "dpo", "pref_beta": 0.1}, "`sft` and `pt`. pref_beta is 0.1, and preferences"),
+        ({**FACTORY, "stage": "rm", "kto_chosen_weight": 2.0}, "and `dpo`. kto_chosen_weight is 2.0, and answers with"),
         # Other tools.
         (
             {"model": {"model_name": "x"}, "training": {"trainer_type": "TRL_SFT"}, "peft": {"lora_r": 4}},

@@ -1,4 +1,4 @@
-"""`make demo-qlora`, with a few steps of each stage: what it runs, what it leaves and what it says at the end."""
+"""`make demo-qlora` and `make demo-dpo`, with a few steps of each stage: what they run, leave and say at the end."""
 
 import json
 import os
@@ -11,6 +11,7 @@ from external_commands import needs
 from harness import ROOT, commands, environment, run
 
 SCRIPT = ROOT / "scripts" / "demo_qlora.sh"
+DPO = ROOT / "scripts" / "demo_dpo.sh"
 
 
 def small(folder: Path, python: str = sys.executable) -> dict[str, str]:
@@ -21,12 +22,14 @@ def small(folder: Path, python: str = sys.executable) -> dict[str, str]:
         LAUNCH="accelerate_configs/single.yaml",
         PRETRAIN=f"{overrides} sample=null eval.at_end=false",
         TUNE=overrides,
+        PREFER=overrides,
     )
 
 
 @needs("bash")
 def test_every_stage_runs(tmp_path: Path, quick_python: str) -> None:
-    code, output = run([str(SCRIPT), "Who is Nora?"], env=small(tmp_path, quick_python))
+    env = small(tmp_path, quick_python)
+    code, output = run([str(SCRIPT), "Who is Nora?"], env=env)
     assert code == 0, output[-4000:]
     merged = tmp_path / "runs" / "demo_qlora" / "exports" / "merged"
     assert [line[4:6] for line in output.splitlines() if re.match(r"=== \d\.", line)] == ["1.", "2.", "3.", "4."]
@@ -42,6 +45,23 @@ def test_every_stage_runs(tmp_path: Path, quick_python: str) -> None:
     assert config["eos_token"] == "<|endoftext|>"
     assert told["eos_token_id"] == 0
     assert "Assistant:" in (merged / "chat_template.jinja").read_text()
+    _prefers(tmp_path, env)
+
+
+def _prefers(folder: Path, env: dict[str, str]) -> None:
+    """Runs `make demo-dpo` on what is there."""
+    after = folder / "runs" / "demo_dpo"
+    code, output = run([str(DPO), "Who is Nora?"], env=env)
+    assert code == 0, output[-4000:]
+    assert [line[4:6] for line in output.splitlines() if re.match(r"=== \d\.", line)] == ["1.", "2.", "3.", "4."]
+    assert "demo_qlora/exports/merged is there already" in output
+    shares = re.search(r"the likelier one: ([0-9.]+) before, ([0-9.]+) after", output)
+    assert shares is not None, output[-2000:]
+    facts = [json.loads(line) for line in (after / "metrics.jsonl").read_text().splitlines()]
+    measured = [line["validation_logps/accuracies"] for line in facts if "validation_logps/accuracies" in line]
+    assert float(shares[2]) == measured[-1]
+    assert 0 <= float(shares[1]) <= 1
+    assert output.splitlines()[-1] == f"  finetune chat {after}"
 
 
 @needs("bash")
@@ -64,5 +84,6 @@ def test_a_base_that_is_there_is_used_again(tmp_path: Path) -> None:
 
 @needs("make")
 def test_the_target_runs_the_script() -> None:
-    plan = subprocess.run(["make", "-n", "demo-qlora"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert "scripts/demo_qlora.sh" in plan
+    for target, script in (("demo-qlora", SCRIPT), ("demo-dpo", DPO)):
+        plan = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        assert f"scripts/{script.name}" in plan

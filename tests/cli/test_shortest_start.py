@@ -23,7 +23,7 @@ from finetune.config.recipe import load_recipe, validate_recipe
 from finetune.data.source_survey import UnknownColumns
 from finetune.distributed.gpu_specs import Gpu
 from finetune.planning.step_time import Machines
-from finetune.utils.errors import RecipeError
+from finetune.utils.errors import DataError, RecipeError
 
 SMALL: dict[str, Any] = {
     "model": {"config": {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}},
@@ -238,6 +238,73 @@ def test_columns_can_be_given(tmp_path: Path) -> None:
     assert make_recipe(project, chat).recipe.chat is not None
     recipe = make_recipe(project, ["data.train.0.text_field=Frage", "data.train.0.label_field=Art"]).recipe
     assert (recipe.task.name, recipe.data.train[0].path) == ("sequence_classification", str(data))
+
+
+TURN = [{"role": "assistant", "content": "Nora."}]
+
+
+@pytest.mark.parametrize(
+    ("record", "fields", "chat"),
+    [
+        ({"prompt": "Who is {n}?", "chosen": "Nora.", "rejected": "It is {n}."}, {}, True),
+        ({"chosen": "Q: Who is {n}? A: Nora.", "rejected": "Q: Who is {n}? A: It."}, {}, False),
+        (
+            {
+                "prompt": [{"role": "user", "content": "{n}?"}],
+                "chosen": TURN,
+                "rejected": [TURN[0] | {"content": "It."}],
+            },
+            {},
+            True,
+        ),
+        (
+            {"Query": "Who is {n}?", "chosen_response": "Nora.", "rejected_response": "It is {n}."},
+            {"prompt": "Query", "chosen": "chosen_response", "rejected": "rejected_response"},
+            True,
+        ),
+        ({"prompt": "Who is {n}?", "completions": ["Nora.", "It."], "scores": [2, 1]}, {}, True),
+    ],
+)
+def test_columns_of_pairs(
+    record: dict[str, Any], fields: dict[str, str], chat: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines = [json.dumps(record).replace("{n}", str(n)) for n in range(200)]
+    Path("pairs.jsonl").write_text("\n".join([*lines, lines[0].replace("Nora.", "Nora. " * 500)]))
+    made = make_recipe(Project("dpo", testdata.MODEL, "pairs.jsonl", "lora"), ["task.name=simpo"])
+    assert made.lines[0].startswith("Found in pairs.jsonl: 201 pairs of answers")
+    # The longest one is left out, and said to be if there are more.
+    assert made.recipe.data.sequence_length == 64
+    assert (made.file, made.recipe.task.name) == (Path("runs/llama-pairs-lora/dpo.yaml"), "simpo")
+    assert made.text.startswith(f"# finetune dpo --model {testdata.MODEL} --data pairs.jsonl --lora task.name=simpo\n")
+    assert (made.recipe.data.train[0].fields, made.recipe.chat is not None) == (fields, chat)
+    assert made.recipe.optim.lr == 5e-6
+    if "chosen" in record:
+        with pytest.raises(DataError, match=r"preferences .* which `finetune dpo` learns"):
+            make_recipe(Project(model=testdata.MODEL, data="pairs.jsonl"), [])
+        alone = ["data.train.0.fields.user=prompt", "data.train.0.fields.assistant=chosen"]
+        if isinstance(record.get("prompt"), str):
+            assert make_recipe(Project(model=testdata.MODEL, data="pairs.jsonl"), alone).recipe.task.name == "causal_lm"
+
+
+def test_columns_of_pairs_without_a_known_name_end_in_a_command_to_paste(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    record = {"Frage": "Wer?", "gut": "Nora.", "schlecht": "Sie."}
+    Path("a.jsonl").write_text(f"{json.dumps(record)}\n" * 40)
+    assert main.main(["dpo", "--model", testdata.MODEL, "--data", "a.jsonl"]) == 2
+    said = capsys.readouterr().err
+    assert (
+        "by their names these are no pairs of answers. Name them behind the command: data.train.0.fields.prompt="
+        in said
+    )
+    started: list[Any] = []
+    monkeypatch.setattr("finetune.cli.recipe_verbs._start", started.append)
+    assert main.main([*shlex.split(said.splitlines()[-1])[1:], "--config_file", "single"]) == 0
+    recipe = load_recipe(started[0].recipe)
+    assert recipe.data.train[0].fields == {"prompt": "Frage", "chosen": "gut", "rejected": "schlecht"}
+    assert (Path("runs/llama-a/dpo.yaml").is_file(), recipe.task.name) == (True, "dpo")
 
 
 def test_the_models_own_template_and_classes(questions: str, tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def test_a_tool_has_a_key_once() -> None:
 def test_what_holds_for_tools_is_in_table_and_schema() -> None:
     assert {*TABLE["defaults"]} == {*TABLE["fixed"]} == {*CONVERTED}
     assert {key for fixed in TABLE["fixed"].values() for key in fixed} <= RECIPE_FIELDS.keys()
-    for tool, defaults in TABLE["defaults"].items():
+    for tool, defaults in [*TABLE["defaults"].items(), *TABLE["preference_defaults"].items()]:
         assert all(find_peer_key(tool, key) for key in defaults)
 
 
@@ -67,7 +67,7 @@ def refusal(section: str, key: str) -> str:
         ("", "gradient_accumulation_steps", "is called batch.global_size here (rows a step = its product with"),
         ("", "deepspeed", "is called deepspeed_config.deepspeed_config_file of the launch file"),
         ("", "wandb_project", "Axolotl's wandb_project is called log.trackers here (`[wandb]`"),
-        ("", "dpo_beta", "dpo_beta is not here: preferences, rewards and distillation are not trained"),
+        ("", "dpo_beta", "Axolotl's dpo_beta is called preference.beta here"),
     ],
 )
 def test_keys_of_other_tools_are_answered(section: str, key: str, said: str) -> None:

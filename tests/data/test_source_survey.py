@@ -40,6 +40,13 @@ def write(folder: Path, *records: Any, times: int = 1) -> str:
             {"fields": {"user": "instruction", "assistant": "response", "input": "context"}},
         ),
         ({"prompt": "a", "completion": "b"}, "conversations", {}),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "pairs", {}),
+        (
+            {"Prompt": "a", "Chosen": "b", "Rejected": "c"},
+            "pairs",
+            {"fields": {"chosen": "Chosen", "rejected": "Rejected", "prompt": "Prompt"}},
+        ),
+        ({"chosen": "a b", "rejected": "a c"}, "pairs", {}),
         ("a bare text", "text", {}),
         ({"text": "a", "url": "b"}, "text", {}),
         ({"id": "1", "Passage": "a"}, "text", {"text_field": "Passage"}),
@@ -55,7 +62,8 @@ def test_what_records_are(record: Any, kind: Kind, keys: dict[str, Any], tmp_pat
 @pytest.mark.parametrize(
     ("record", "kind", "says"),
     [
-        ({"prompt": "a", "chosen": "b", "rejected": "c"}, None, "These are preferences"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "conversations", r"these are no conversations\.$"),
+        ({"prompt": "a", "completion": "b", "label": True}, "pairs", r"these are no pairs of answers\.$"),
         (
             {"text": "a"},
             "labelled",
@@ -67,7 +75,7 @@ def test_what_records_are(record: Any, kind: Kind, keys: dict[str, Any], tmp_pat
             r"these are no conversations\.$",
         ),
         ({"question": "a", "answer": ""}, None, "the answer is empty"),
-        ({"prompt": "a", "chosen": [{}], "rejected": [{}]}, None, "These are preferences"),
+        ({"prompt": "a", "chosen": [{}], "rejected": [{}]}, None, "both answers are the same"),
         ({"ask": "a", "reply": "b"}, None, "the fields are ask, reply"),
         ({"text": "a", "label": 0.5}, None, "a class is an integer or a text"),
     ],

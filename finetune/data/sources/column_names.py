@@ -8,14 +8,18 @@ _MESSAGES = ("messages", "conversations", "conversation", "dialogue", "chat")
 _USER = ("question", "instruction", "prompt", "query", "user", "request", "input")
 _INPUT = ("input", "context")
 _ASSISTANT = ("answer", "completion", "response", "output", "reply", "assistant", "target")
+_CHOSEN = ("chosen", "chosen_response", "response_chosen", "preferred", "accepted", "better", "winner")
+_REJECTED = ("rejected", "rejected_response", "response_rejected", "dispreferred", "worse", "loser")
+# Prompts that are found by these names.
+_OWN_PROMPTS = ("prompt", "instruction", "question", *_MESSAGES[:3])
 _SYSTEM = ("system", "system_prompt")
 _TEXT = ("text", "content", "body", "document", "article", "sentence", "review", "comment", "message", "tweet")
 _WORDS = ("tokens", "words")
 _TAGS = ("ner_tags", "tags", "pos_tags", "labels", "chunk_tags", "upos")
 PREFERENCES = (
-    "These are preferences (`chosen` beside `rejected`), from which no task here learns. To learn the chosen answers "
-    "alone, name them in the source's `fields`: {user: prompt, assistant: chosen}, or {messages: chosen} where they "
-    "are lists of turns."
+    "These are preferences (`chosen` beside `rejected`), which `finetune dpo` learns, or a recipe with `task: dpo`. To "
+    "learn the chosen answers alone, name them in the source's `fields`: {user: prompt, assistant: chosen}, or "
+    "{messages: chosen} where they are lists of turns."
 )
 SPANS = (
     "Spans of characters, as doccano and Label Studio write them, are not read: each word needs a tag of its own. "
@@ -35,6 +39,17 @@ def guess_chat_fields(names: Iterable[str]) -> dict[str, str]:
     taken = {name: column for name, column in known.items() if column not in columns.values()}
     columns |= {"input": _first(taken, _INPUT), "system": _first(taken, _SYSTEM)}
     return {key: name for key, name in columns.items() if name is not None}
+
+
+def guess_pair_fields(names: Iterable[str]) -> dict[str, str] | None:
+    """Returns columns of pairs of answers, but those that are found by their names; None if these are none."""
+    known = {name.strip().lower(): name for name in names}
+    columns = {"chosen": _first(known, _CHOSEN), "rejected": _first(known, _REJECTED)}
+    if None in columns.values():
+        return None
+    if not {*_OWN_PROMPTS} & {*known.values()}:
+        columns["prompt"] = _first(known, _OWN_PROMPTS) or _first(known, _USER)
+    return {key: name for key, name in columns.items() if name not in (None, key)}
 
 
 def guess_field(names: Iterable[str], key: str, *, words: bool = False) -> str | None:

@@ -171,10 +171,10 @@ class RecordForm:
             raise DataError(f"{where}: a conversation is an object with fields, got {type(record).__name__}.")
         try:
             record = without_nulls(record, where)
-            if {"chosen", "rejected"} <= record.keys() and not self.fields:
-                raise DataError(f"{where}: {PREFERENCES}")
             if self.format == AS_IT_IS:
                 return json.dumps(record, ensure_ascii=False, default=str)
+            if {"chosen", "rejected"} <= record.keys() and not self.fields:
+                raise DataError(f"{where}: {PREFERENCES}")
             if not self.detected:
                 self._detect(record, where)
             read = {path if path in record else path.partition(".")[0] for path in self._paths.values()}

@@ -266,6 +266,11 @@ class PreferenceForm:
         ) - behind
 
 
+def has_prompt(record: Mapping[str, Any], fields: Mapping[str, str]) -> bool:
+    """Tells if a record names its prompt, so that its answers do not hold it."""
+    return "prompt" in fields or bool({*_TURNS, *_ANSWERS} & record.keys())
+
+
 def _number(value: Any, place: str) -> float:
     try:
         number = math.nan if isinstance(value, bool) else float(value)

@@ -155,6 +155,7 @@ def _task(terms: list[Term], losses: Any, figures: tuple[str, ...], summed: Any 
     def loss_sum(network: nn.Module, batch: Batch) -> torch.Tensor:
         policy = _pair(summed(network, batch))
         values = [*losses(policy, batch), *(half.detach() for half in policy)]
+        values.append((policy.chosen > policy.rejected).float())
         return torch.stack([values[index].sum() for index in order])
 
     assert CAUSAL_LM.head is not None

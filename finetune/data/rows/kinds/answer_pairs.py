@@ -18,8 +18,8 @@ from finetune.data.sources.preference_formats import PreferenceForm
 from finetune.data.tokenization.memmap import Int64s
 
 REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins")
-LOGPS = ("logps/chosen", "logps/rejected")
-"""Figures of pairs, by TRL's names."""
+LOGPS = ("logps/chosen", "logps/rejected", "logps/accuracies")
+"""Figures of pairs, by TRL's names; and the share of pairs whose chosen answer is the likelier one."""
 
 
 def preference_form(form: RecordForm, recipe: Recipe) -> PreferenceForm:
