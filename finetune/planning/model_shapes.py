@@ -191,17 +191,9 @@ def build_skeleton(recipe: Recipe, stored: str | None, packed_as: Recipe | None 
     return network, packable
 
 
-def _row_tokens(recipe: Recipe) -> int:
-    """Returns the tokens of a row for which a step keeps activations."""
-    shapes = find_task(recipe).rows.shapes
-    return (
-        recipe.data.sequence_length if shapes is None else math.prod(shapes(recipe)["input_ids"]) // recipe.batch.rows
-    )
-
-
 def _read_variant(network: nn.Module, kind: str, recipe: Recipe, scales: int) -> Variant:
     caller = ForwardWrapper(network)
-    known = lora_adapters.transformer(network)
+    known, shapes = lora_adapters.transformer(network), find_task(recipe).rows.shapes
     length, trained = recipe.data.sequence_length, [p for p in network.parameters() if p.requires_grad]
     division: Division | str
     config, head = known.config if known is not None else None, head_of(recipe)
@@ -221,7 +213,7 @@ def _read_variant(network: nn.Module, kind: str, recipe: Recipe, scales: int) ->
     return Variant(
         kind=kind,
         recipe=recipe,
-        row_tokens=_row_tokens(recipe),
+        row_tokens=length if shapes is None else math.prod(shapes(recipe)["input_ids"]) // recipe.batch.rows,
         specs=_param_specs(caller, recipe, scales, splits),
         flops_per_token=flops_per_target(network, length),
         forward_flops=flops_per_target(network, length, forward=True),

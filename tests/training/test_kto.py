@@ -128,14 +128,22 @@ def test_mismatched_answers_are_fixed_and_fit_the_row(tmp_path: Path) -> None:
     ]
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
     data = {**job()["data"], "train": [{"path": str(file)}], "validation": [], "sequence_length": 40}
+    data |= {"cache_dir": str(tmp_path / "cache")}
     for name, sections in {"one": {}, "two": {"seed": 8, "batch": {"global_size": 4, "micro_size": 2}}}.items():
         tree = job(data=data, chat=None, length={"steps": 1}, output={"dir": str(tmp_path / name)}, **sections)
         run_here(tree, lambda run: kept.append(run.data.train))
     one, two = ({k: v for k, v in rows.batch(np.arange(len(rows))).items() if k != "reference"} for rows in kept)
     assert all((one[name] == two[name]).all() for name in one)
+    starts, lengths = (values.reshape(-1, 3) for values in (kept[0].packed.starts, kept[0].packed.lengths))
+    begins = starts[:, 0] + lengths[:, 1]
+    assert (starts[:, 2] != begins).all()
+    assert sorted(starts[:, 2]) == sorted(begins), "each answer is the mismatched one of one other row"
+    whole = dict(zip(begins.tolist(), (lengths[:, 0] - lengths[:, 1]).tolist(), strict=True))
+    fitting = np.minimum([whole[begin] for begin in starts[:, 2].tolist()], 40 - lengths[:, 1])
+    assert lengths[:, 2].tolist() == fitting.tolist()
+    cut = (fitting == 40 - lengths[:, 1]).sum()
+    assert 0 < cut < len(kept[0])
     assert one["mismatched_ids"].shape[1] == 40
-    cut = (one["mismatched_targets"][:, -1] != -100).sum()
-    assert 0 < cut < len(kept[0]), "some are cut, some are not"
     assert kept[0].counts(np.arange(3)) == {"answers": 3, "desirable": 1, "undesirable": 2}
 
 

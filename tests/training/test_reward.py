@@ -223,3 +223,22 @@ def test_an_encoder_is_refused(tmp_path: Path) -> None:
     model = ARCHITECTURES["bert"]["model"]
     with pytest.raises(RecipeError, match="scores a text at <unk>, its first token"):
         run_here(texts(tmp_path, model=model, tokenizer={"name": str(tmp_path / "tokenizer")}))
+
+
+def test_a_row_is_as_long_as_the_longest_answer(tmp_path: Path) -> None:
+    """There is no target behind the last token, so that `sequence_length` is the most tokens of a row."""
+    sizes: list[list[int]] = []
+
+    def rows_of(sequence_length: int) -> int:
+        tree = texts(tmp_path, length={"steps": 1})
+        data = {**tree["data"], "sequence_length": sequence_length}
+        runs: list[BuiltRun] = []
+        run_here({**tree, "data": data, "output": {"dir": str(tmp_path / f"run{sequence_length}")}}, runs.append)
+        rows: Any = runs[0].data.train
+        sizes.append([max(map(len, halves(runs[0], row))) for row in range(len(rows))])
+        return len(rows)
+
+    assert rows_of(64) == 24
+    longest = max(sizes[0])
+    assert rows_of(longest) == 24
+    assert rows_of(longest - 1) == sum(size < longest for size in sizes[0])

@@ -77,17 +77,11 @@ class Preference:
         """Returns both answers as records of their own, the chosen one as desirable; of one answer, itself."""
         if self.completion is not None:
             return (self,)
-        weights = self.weights or {}
+        alone, weights = replace(self, chosen=None, rejected=None, margin=None, score=None), self.weights or {}
         return tuple(
-            Preference(
-                self.prompt,
-                completion=getattr(self, name),
-                label=name == "chosen",
-                weights={"completion": weights[name]} if name in weights else None,
-                tools=self.tools,
-                variables=self.variables,
-            )
+            replace(alone, completion=getattr(self, name), label=name == "chosen", weights=given)
             for name in ("chosen", "rejected")
+            for given in ({"completion": weights[name]} if name in weights else None,)
         )
 
     def half(self, name: Literal["chosen", "rejected", "completion"]) -> Conversation | tuple[str, str]:

@@ -20,6 +20,7 @@ from finetune.data.rows.row_order import rows_at
 from finetune.data.sources.conversation_formats import RecordForm
 from finetune.data.sources.preference_formats import PreferenceForm
 from finetune.data.tokenization.memmap import Int64s
+from finetune.utils.errors import DataError
 
 REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/margins")
 # Segments of a row: the prompt with its answer, the same prompt, and the mismatched answer.
@@ -39,6 +40,8 @@ def _kept(columns: Mapping[str, Any]) -> Int64s:
 
 def _pack(columns: Mapping[str, Any], data: DataSection, room: Sequence[int]) -> PackedRows:
     kept, offsets = _kept(columns), columns["offsets"]
+    if kept.size == 1:
+        raise DataError("Data of one answer are too few: the baseline takes the answer of another row. Add answers.")
     # A permutation of one cycle: no row has its own answer.
     cycle = kept[rows_at(np.arange(kept.size), num_rows=max(1, kept.size), seed=_SEED)]
     other = np.empty(offsets.size, np.int64)
@@ -99,10 +102,8 @@ def _counts(rows: TokenRows, numbers: Numbers) -> dict[str, int]:
 
 
 def _shapes(recipe: Recipe) -> dict[str, tuple[int, ...]]:
-    rows = recipe.batch.rows
-    names = ("input_ids", "targets", "mismatched_ids", "mismatched_targets")
-    tokens = dict.fromkeys(names, (rows, recipe.data.sequence_length))
-    return {**tokens, "desirable": (rows,), "reference": (rows, 2)}
+    tokens, rows = (recipe.batch.rows, recipe.data.sequence_length), recipe.batch.rows
+    return {"input_ids": tokens, "targets": tokens, "desirable": (rows,), "reference": (rows, 2)}
 
 
 def _report(rows: TokenRows, names: Sequence[str]) -> dict[str, Any]:
@@ -111,8 +112,8 @@ def _report(rows: TokenRows, names: Sequence[str]) -> dict[str, Any]:
 
 
 def _examples(rows: TokenRows, row: int, names: Sequence[str]) -> Iterator[Shown]:
-    own = next(documents.examples_of(rows, row, _batch))
-    yield own._replace(label=("answer", "desirable" if rows.values[row] else "undesirable"))
+    label = ("answer", "desirable" if rows.values[row] else "undesirable")
+    yield next(documents.examples_of(rows, row, _batch))._replace(label=label)
 
 
 KIND = RowKind(
