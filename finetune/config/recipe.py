@@ -451,6 +451,8 @@ def task_conflicts(recipe: Recipe, rows: RowFacts) -> Iterable[str]:
             yield f"data.packing: a row of {name} holds each answer as a document; set `{packing}`"
         if recipe.chat is not None and (recipe.chat.train_on == "all" or recipe.chat.too_long == "cut_left"):
             yield f"chat: {name} learns answers, after whole prompts; remove `train_on: all` and `too_long: cut_left`"
+        if recipe.data.lowercase and recipe.chat is None:
+            yield "data.lowercase: answers are read as they are written; remove it"
         if recipe.length.tokens is not None:
             yield f"length.tokens: rows of {name} are of any length; give steps or epochs"
         # A run's own recipe names all keys.

@@ -336,7 +336,6 @@ def test_figures_are_sums_and_counts() -> None:
             {"loss": ["aot"], "f_divergence": "forward_kl"},
             "f_divergence is forward_kl, and aot has reverse_kl alone",
         ),
-        ("dpo", {"loss": ["aot_unpaired"], "weighted": True}, "weighted is true, and aot_unpaired joins"),
         ("dpo", {"discopop_tau": 1.0}, "discopop_tau is 1.0; it is above 0 and below 1"),
         ("dpo", {"ld_alpha": 1.5}, "ld_alpha is 1.5; it is from 0 to 1"),
         ("kto", {"undesirable_weight": 0}, "undesirable_weight is 0; it is a number above 0"),
@@ -344,7 +343,6 @@ def test_figures_are_sums_and_counts() -> None:
         ("orpo", {"loss": ["sigmoid"]}, "task orpo has one loss, and no such key"),
         ("reward", {"centering": -0.1}, "centering is -0.1"),
         ("simpo", {"gamma": -1}, "gamma is -1; it is a number from 0 on"),
-        ("distill", {"beta": 1.5}, "beta is 1.5; it is from 0 (forward KL) to 1 (reverse KL)"),
     ],
 )
 def test_bad_hyperparameters(task: str, keys: dict[str, Any], said: str) -> None:
@@ -355,15 +353,14 @@ def test_bad_hyperparameters(task: str, keys: dict[str, Any], said: str) -> None
 @pytest.mark.parametrize(
     ("task", "keys"),
     [
-        *((task, {}) for task in ("dpo", "kto", "orpo", "simpo", "cpo", "reward", "distill")),
+        *((task, {}) for task in ("dpo", "kto", "orpo", "simpo", "cpo", "reward")),
         (
             "dpo",
-            {"loss": ["sigmoid", "sft"], "loss_weights": [1.0, 0.2], "f_divergence": "js_divergence", "weighted": True},
+            {"loss": ["sigmoid", "sft"], "loss_weights": [1.0, 0.2], "f_divergence": "js_divergence"},
         ),
         ("dpo", {"loss": ["aot", "robust"], "label_smoothing": 0.4}),
         ("cpo", {"label_smoothing": 0.1}),
         ("simpo", {"label_smoothing": 0.1, "beta": 2.5}),
-        ("distill", {"beta": 0.0}),
     ],
 )
 def test_good_hyperparameters(task: str, keys: dict[str, Any]) -> None:
