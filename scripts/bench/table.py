@@ -154,6 +154,8 @@ def parts_ratio(measured: PartsMeasured, arm: str, clock: str) -> tuple[float, f
         return None
     column = "cpu_s" if clock == "cpu" else {"raw": "total_s", "start": "start_s"}[measured.parts.kind]
     own_figures, figures = measured.figures[OURS], measured.figures[arm]
+    if not all(own_figures[column]):
+        return None  # too short for the clock, which counts ticks
     found = zip(figures[column], own_figures[column], strict=True)
     per = [theirs / ours for theirs, ours in found]
     if "useful" in figures:  # what does not fill a last step is left out by some
