@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from operator import attrgetter
 from typing import Any
 from unittest.mock import patch
 
@@ -146,8 +145,9 @@ def prefixed_rendezvous(prefix: str) -> AbstractContextManager[Any]:
     return patch.object(_rendezvous, "_create_c10d_store", prefixed)
 
 
-rendezvous_state = attrgetter("_state_holder.state")
-"""Returns the state of an elastic rendezvous as this machine last saw it: its `round` and its `participants`."""
+def rendezvous_state(handler: Any) -> Any:
+    """Returns the state of an elastic rendezvous as this machine last saw it: its `round` and its `participants`."""
+    return handler._state_holder.state
 
 
 def leave_rendezvous(handler: Any) -> None:

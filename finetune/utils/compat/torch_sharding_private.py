@@ -1,7 +1,6 @@
 """Private names of torch's FSDP2 and DTensor; a module of its own because of what it imports."""
 
-from operator import attrgetter
-
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -42,12 +41,19 @@ def fsdp_params(model: nn.Module) -> list[FSDPParam]:
     return [parameter for group in fsdp_param_groups(model) for parameter in group.fsdp_params]
 
 
-parameter_name = attrgetter("_param_fqn")
-"""Returns the name of an `FSDPParam` in the whole model."""
-partial_reduce_output = attrgetter("_partial_reduce_output")
-"""Returns gradients of an `FSDPParamGroup` that wait to be summed over the replicas of a hybrid shard, or None."""
-reshards_after_forward = attrgetter("_reshard_after_forward")
-"""Tells if an `FSDPParamGroup` is freed between the forward and the backward pass."""
+def parameter_name(parameter: FSDPParam) -> str:
+    """Returns the name of a parameter in the whole model."""
+    return str(parameter._param_fqn)
+
+
+def partial_reduce_output(group: FSDPParamGroup) -> torch.Tensor | None:
+    """Returns gradients that wait to be summed over the replicas of a hybrid shard, or None."""
+    return group._partial_reduce_output
+
+
+def reshards_after_forward(group: FSDPParamGroup) -> bool:
+    """Tells if a group is freed between the forward and the backward pass."""
+    return bool(group._reshard_after_forward)
 
 
 def unsharded(parameter: FSDPParam) -> nn.Parameter | None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from operator import attrgetter
 from typing import Any
 from unittest.mock import patch
 
@@ -24,10 +23,14 @@ require("transformers", deepspeed, "_hf_deepspeed_config_weak_ref")
 require("transformers", masking_utils, "find_packed_sequence_indices")
 
 
-model_mapping = attrgetter("_model_mapping")
-"""Returns the networks that an `AutoModelFor...` knows, by class of configuration."""
-attention_implementation = attrgetter("_attn_implementation")
-"""Returns the attention implementation of a network, by its configuration; None if it has none."""
+def model_mapping(auto_class: Any) -> Any:
+    """Returns the networks that an `AutoModelFor...` knows, by class of configuration."""
+    return auto_class._model_mapping
+
+
+def attention_implementation(config: Any) -> Any:
+    """Returns the attention implementation of a network, by its configuration; None if it has none."""
+    return config._attn_implementation
 
 
 def tied_names(network_class: Any) -> dict[str, str]:
