@@ -43,7 +43,7 @@ class Shown(NamedTuple):
 
 
 def _absent(*_: Any) -> Any:
-    raise NotImplementedError("rows that a task makes itself are read by it alone")
+    raise TypeError("rows that a task makes itself are read by it alone")
 
 
 @dataclass(frozen=True, kw_only=True)
