@@ -16,7 +16,7 @@ PYTEST_ARGS ?=
 DEMO_THREADS := $(shell n=$$(( $(CORES) / 2 )); echo $$(( n < 1 ? 1 : n )))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-qlora demo-dpo test durations test-quick test-search test-smoke test-extras test-wheel test-resume test-chaos check docs support-matrix ops format clean
+.PHONY: help setup demo demo-qlora demo-dpo test durations test-quick test-search test-smoke test-extras test-wheel test-resume preference-table test-chaos check docs support-matrix ops format clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -80,6 +80,9 @@ test-extras: setup  ## Install GGUF, lm-eval, a server and schemas of clusters, 
 
 test-resume: setup  ## Resume every backend's checkpoint on every backend; writes docs/resume-matrix.md (about 30 minutes)
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(PY) tests/support/matrix.py docs/resume-matrix.md
+
+preference-table: setup  ## Run each loss of preferences under each launch file; writes docs/preference-table.md (about 10 minutes)
+	@PYTHONPATH=. OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(PY) tests/support/preference_table.py docs/preference-table.md
 
 # KILLS, requests to stop and the seed of what is drawn: make test-chaos CHAOS="100 20 7"
 CHAOS ?= 100 20

@@ -15,7 +15,9 @@ from finetune.utils.shipped_files import shipped_path
 _MOST_FOUND = 8
 
 # Measurements and tables, which mention everything and explain little; found last.
-_MEASURED = {"architectures", "benchmarks", "gpu", "plan-accuracy", "resume-matrix", "support", "versions"}
+_MEASURED = {
+    *("architectures", "benchmarks", "gpu", "plan-accuracy", "preference-table", "resume-matrix", "support", "versions")
+}
 
 
 @dataclass(frozen=True)

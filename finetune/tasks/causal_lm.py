@@ -77,7 +77,11 @@ def _loss_sum(network: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def token_losses(network: nn.Module, batch: Batch) -> torch.Tensor:
-    """Returns the cross-entropy of each target, (B, T) in fp32, 0 where there is none: -log of its probability."""
+    """Returns the cross-entropy of each target, (B, T) in fp32, 0 where there is none: -log of its probability.
+
+    Where rows are split over ranks, that of this rank's part.
+    """
+    batch = sequence.split(batch, getattr(network, "row_group", None))
     return _head_loss(network, batch, per_token=True).reshape(batch["targets"].shape)
 
 

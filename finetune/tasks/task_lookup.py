@@ -32,6 +32,9 @@ class BuiltIn(NamedTuple):
         return kind
 
 
+# See `data.rows.packed_rows`.
+_ROWS_GROW_BY = 8
+
 BUILT_IN = {
     "causal_lm": BuiltIn("finetune.tasks.causal_lm:CAUSAL_LM", "documents"),
     "sequence_classification": BuiltIn("finetune.tasks.classification:SEQUENCE_CLASSIFICATION", "classes"),
@@ -133,12 +136,20 @@ def head_of(recipe: Recipe) -> "Head | None":
 
 
 def check_task_splits(recipe: Recipe, launch: "Launch") -> None:
-    """Raises a `BackendError` if rows are to be split over ranks, and the recipe's task does not take them."""
-    if launch.sequence > 1 and not named_task(recipe).splits_rows:
+    """Raises a `BackendError` if rows are to be split over ranks, and those of the recipe's task cannot be."""
+    if launch.sequence == 1:
+        return
+    task = named_task(recipe)
+    intro = f"{launch.place} splits each row over {launch.sequence} ranks (sp_size)"
+    if not task.splits_rows:
         raise BackendError(
-            f"{launch.file or 'The launch environment'} splits each row over {launch.sequence} ranks (sp_size), which "
-            f"is not offered with task.name {recipe.task.name}. Set task.name to causal_lm, or take a launch config "
-            "without sequence parallelism."
+            f"{intro}, which is not offered with task.name {recipe.task.name}. Set task.name to causal_lm, or take a "
+            "launch config without sequence parallelism."
+        )
+    if (task.rows.judged or recipe.data.packing == "padded") and _ROWS_GROW_BY % launch.sequence:
+        raise BackendError(
+            f"{intro}, but rows that are as long as a batch's longest grow in steps of {_ROWS_GROW_BY} tokens. Set "
+            "sp_size to a divisor of that."
         )
 
 

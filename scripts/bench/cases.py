@@ -42,6 +42,11 @@ LIMIT, LIMIT_OURS, OURS = "bare", "bare+", "ours"
 """The hand-written loop, the same around our forward pass, and this toolkit: arms that need no extra."""
 
 
+AS_TEXTS, DPO = "ours-texts", "dpo"
+"""This toolkit on the rows of pairs, both of whose answers are learned as texts: other losses, which are not compared;
+and the kind of such cases."""
+
+
 @dataclass(frozen=True)
 class Case:
     """One row: the same weights, data, precision and hyper-parameters for all its arms."""
@@ -52,7 +57,7 @@ class Case:
     """Names of arms, some with a launch behind an `@`, such as `ours@fsdp`; the first one's losses are the right
     ones."""
     kind: str = "full"
-    """`full`, `lora` or `qlora`."""
+    """`full`, `lora`, `qlora` or `dpo`, whose rows are pairs."""
     precision: str = "fp32"
     length: int = 256
     """Tokens a row."""
@@ -72,6 +77,11 @@ class Case:
     def rows(self) -> int:
         """Rows of an optimiser step, over all processes."""
         return self.micro * self.accumulation
+
+    @property
+    def targets_of_row(self) -> int:
+        """What a row's loss is divided by."""
+        return 1 if self.kind == DPO else self.length - 1
 
     @property
     def tolerance(self) -> float:
@@ -133,6 +143,17 @@ def cases() -> list[Case]:
             micro=2,
             accumulation=4,
         ),
+        *(
+            replace(
+                medium,
+                name=f"15M DPO {precision}",
+                arms=(LIMIT, OURS, AS_TEXTS, "trl", "trl-best"),
+                kind=DPO,
+                precision=precision,
+                length=320,
+            )
+            for precision in ("fp32", "bf16")
+        ),
         # Rows or layers that are split, beside what is replicated or sharded: the same rows, on two cores.
         replace(
             two,
@@ -156,6 +177,7 @@ def tiny() -> list[Case]:
         replace(case, name="tiny bf16, all", arms=SINGLE, precision="bf16"),
         replace(case, name="tiny fp32, all", arms=SINGLE),
         replace(case, name="tiny LoRA", arms=(LIMIT, OURS, "trainer", "trl-best"), kind="lora"),
+        replace(case, name="tiny DPO", arms=(LIMIT, OURS, AS_TEXTS, "trl-best"), kind=DPO, length=320),
         replace(case, name="tiny QLoRA", arms=(LIMIT, OURS, "trainer"), kind="qlora", precision="bf16"),
         *(
             replace(

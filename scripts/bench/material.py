@@ -4,12 +4,12 @@ Shapes: N rows in the order in which they are read, T tokens a row.
 """
 
 import json
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 
 import numpy as np
 
-from bench.cases import SHAPES, Case
+from bench.cases import DPO, SHAPES, Case
 
 LARGEST_TOKENIZER = 32000
 
@@ -40,7 +40,7 @@ def model_folder(folder: Path, case: Case, file: Path | None) -> Path:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-    frozen = case.kind != "full" and case.precision == "bf16"
+    frozen = case.kind in ("lora", "qlora") and case.precision == "bf16"
     path = folder / f"model-{case.shape}-{'bf16' if frozen else 'fp32'}"
     if path.exists():
         return path
@@ -68,6 +68,18 @@ def tokens_folder(folder: Path, model: Path, stories: Path, length: int) -> Path
     return path
 
 
+def pairs_file(folder: Path, case: Case, steps: int, file: Path | None) -> Path:
+    """The pairs that `steps` steps read, as JSON lines: a story goes on as it does, or as another one does."""
+    path, needed = folder / f"pairs-{steps * case.rows}.jsonl", steps * case.rows
+    stories = [words for text in texts(file, 3 * needed + 64) if len(words := text.split()) > 60][: needed + 1]
+    with path.open("w", encoding="utf-8") as out:
+        for story, other in pairwise(stories):
+            halves = {"chosen": story[20 : 60 + len(other) % 60], "rejected": other[20 : 60 + len(story) % 60]}
+            answers = {half: f" {' '.join(words)}" for half, words in halves.items()}
+            out.write(json.dumps({"prompt": " ".join(story[:20]), **answers}) + "\n")
+    return path
+
+
 def rows_file(folder: Path, case: Case, steps: int, file: Path | None) -> Path:
     """An array (N, T) of the rows that `steps` steps read, in that order.
 
@@ -76,6 +88,8 @@ def rows_file(folder: Path, case: Case, steps: int, file: Path | None) -> Path:
     """
     from transformers import AutoTokenizer
 
+    if case.kind == DPO:
+        return pairs_file(folder, case, steps, file)
     needed = steps * case.rows
     path = folder / f"rows-{case.shape}-{case.length}-{needed}.npy"
     if path.exists():

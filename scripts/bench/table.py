@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 
-from bench.cases import OURS
+from bench.cases import DPO, OURS
 from bench.parts import PartsMeasured
 from bench.turns import JUDGED, Measured, Result, middle, ratios
 
@@ -18,6 +18,7 @@ NAMES = {
     "bare": "PyTorch, by hand",
     "bare+": "the same, our forward pass",
     "ours": "**finetune**",
+    "ours-texts": "finetune, the same rows learned as texts",
     "trainer": "HF Trainer",
     "trl": "TRL SFTTrainer",
     "trl-best": "TRL SFTTrainer, at its best",
@@ -73,11 +74,13 @@ def text(measured: Measured) -> str:
         "|---|---|---|---|---|---|---|---|---|---|---|---|\n"
     )
     reference = own(measured)
-    return title + head + "\n".join(_line(result, reference) for result in measured.results) + "\n"
+    return title + head + "\n".join(_line(result, reference, case.kind) for result in measured.results) + "\n"
 
 
-def _line(result: Result, reference: Result) -> str:
+def _line(result: Result, reference: Result, kind: str) -> str:
     name = label(result.arm)
+    if kind == DPO:
+        name = name.replace("SFTTrainer", "DPOTrainer")
     if result.problem:
         return f"| {name} | {result.problem} |" + " |" * 10
     cells = [

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from bench.cases import COUNTED, EACH, LIMIT_OURS, OURS, Case, launch_of
+from bench.cases import AS_TEXTS, COUNTED, EACH, LIMIT_OURS, OURS, Case, launch_of
 from bench.spec import Spec
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -295,6 +295,8 @@ def _compare(case: Case, results: dict[str, Result], turns: dict[str, list[Turn]
         result.compared, result.losses, result.norms = len(losses), losses, norms
         if not right[0]:
             result.problem = f"{VOID}: {case.arms[0]} has no losses to compare with"
+            continue
+        if name == AS_TEXTS:
             continue
         result.loss_gap = _gap(losses[:JUDGED], right[0][:JUDGED])
         result.last_gap = _gap(losses, right[0])

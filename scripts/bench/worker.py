@@ -14,13 +14,18 @@ def main() -> None:
     """Runs the loop of the arm that the file names, until there are no more turns."""
     import transformers.models.llama.modeling_llama  # noqa: F401, of all arms, so that they begin at the same memory
 
+    from bench.cases import AS_TEXTS, DPO, LIMIT, OURS
     from bench.gate import Gate
     from bench.spec import Spec
 
     spec = Spec.read(Path(sys.argv[1]))
     name = spec.arm.partition("@")[0]
-    if name == "ours":
+    if name in (OURS, AS_TEXTS):
         from bench.arms.ours import run
+    elif spec.case.kind == DPO and name == LIMIT:
+        from bench.arms.preferences import run_bare as run
+    elif spec.case.kind == DPO:
+        from bench.arms.preferences import run_trl as run
     elif name in ("bare", "bare+") and spec.processes > 1:
         from bench.arms.bare_many import run
     elif name in ("bare", "bare+"):

@@ -76,7 +76,6 @@ def test_ranks_that_share_rows_are_one_to_the_batch() -> None:
     ("sections", "sequence", "says"),
     [
         ({"data": {"sequence_length": 126}}, 4, "does not divide data.sequence_length 126. Set sp_size to a divisor"),
-        ({"data": {"packing": "padded", "sequence_length": 96}}, 3, "padded rows grow in steps of 8"),
         ({"model": {"attention": "sdpa"}}, 2, "Set model.attention to auto"),
         ({"model": {"compile": True}}, 2, "Set model.compile to false"),
         ({"model": {"activation_offload": True}}, 2, "Set model.activation_offload to false"),
@@ -101,6 +100,16 @@ def test_other_tasks_are_refused() -> None:
     with pytest.raises(BackendError, match=r"Set task\.name to causal_lm"):
         check_task_splits(other, ASKED)
     check_task_splits(recipe, ASKED)
+
+
+@pytest.mark.parametrize(
+    "sections", [{"data": {"packing": "padded"}}, {"task": {"name": "dpo"}, "chat": {"template": "plain"}}]
+)
+def test_rows_that_are_as_long_as_their_longest_divide(sections: dict[str, Any]) -> None:
+    recipe = validate_recipe(base(**sections))
+    check_task_splits(recipe, replace(ASKED, sequence=4))
+    with pytest.raises(BackendError, match=r"grow in steps of 8 tokens\. Set sp_size to a divisor"):
+        check_task_splits(recipe, replace(ASKED, sequence=3))
 
 
 LAUNCHED_RUNS = {"single": {"accumulates": SPLIT["accumulates"]}}

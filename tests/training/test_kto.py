@@ -46,6 +46,7 @@ LAUNCHED_RUNS = {
     "single": {"kto": job(), "kto_of_1": job(micro_size=1)},
     "ddp": {"kto": job()},
     "fsdp": {"kto": job()},
+    "sp": {"kto": job()},
 }
 FIGURES = {"kto", "apo_zero_unpaired", "kl", "rewards/margins"}
 FIGURES |= {f"{of}/{half}" for of in ("rewards", "logps") for half in ("chosen", "rejected")}
@@ -55,7 +56,7 @@ FIGURES |= {f"{of}/{half}" for of in ("rewards", "logps") for half in ("chosen",
     ("config", "name"),
     [
         pytest.param(config, name, marks=pytest.mark.xdist_group(config))
-        for config, name in (("single", "kto_of_1"), ("ddp", "kto"), ("fsdp", "kto"))
+        for config, name in (("single", "kto_of_1"), ("ddp", "kto"), ("fsdp", "kto"), ("sp", "kto"))
     ],
 )
 def test_answers_take_the_single_process_path(launcher: Launcher, config: str, name: str) -> None:

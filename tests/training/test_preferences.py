@@ -52,6 +52,7 @@ RUNS = {
     "cpo": job("cpo", preference={"loss": [*LOSSES["cpo"]], "label_smoothing": 0.1}),
     "simpo": job("simpo", preference={"beta": 2.0, "gamma": 1.0, "sft_weight": 0.1}),
     "orpo": job("orpo"),
+    "less_tail": job(preference={"ld_alpha": 0.25}),
 }
 ONES = {"every_of_1": job(micro_size=1, preference=EVERY)}
 ON = {
@@ -61,6 +62,7 @@ ON = {
     "zero2": ["every"],
     "zero3": ["every", "adapted"],
     "fsdp_tp": ["every"],
+    "sp": ["every", "cpo", "less_tail"],
 }
 LAUNCHED_RUNS = {config: {f"pairs_{name}": RUNS[name] for name in names} for config, names in ON.items()}
 LAUNCHED_RUNS["single"] |= ONES

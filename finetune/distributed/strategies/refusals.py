@@ -10,7 +10,6 @@ from finetune.utils.compat.library_versions import installed
 from finetune.utils.errors import BackendError
 
 # See `data.rows.packed_rows`.
-_ROWS_GROW_BY = 8
 _DEBUG = "TORCH_DISTRIBUTED_DEBUG"
 
 
@@ -96,11 +95,6 @@ def check_split_rows(recipe: Recipe, launch: Launch) -> None:
         near = length // parts * parts
         advice = f"Set sp_size to a divisor of it ({fits})" + (f", or data.sequence_length to {near}" if near else "")
         raise BackendError(f"{intro}, which does not divide data.sequence_length {length}. {advice}.")
-    if recipe.data.packing == "padded" and _ROWS_GROW_BY % parts:
-        raise BackendError(
-            f"{intro}, but padded rows grow in steps of {_ROWS_GROW_BY} tokens. Set sp_size to a divisor of that, or "
-            "data.packing to `documents`."
-        )
     refused = {
         f"model.attention {model.attention}": (model.attention not in ("auto", "packed"), "auto"),
         "model.compile": (model.compile, "false"),

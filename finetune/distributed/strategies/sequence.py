@@ -8,7 +8,7 @@ Letters: B rows, T tokens a row, N ranks of a group, H heads, E a head's width, 
 Source: Jacobs et al. 2023, "DeepSpeed Ulysses".
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +17,7 @@ import torch
 from torch import distributed, nn
 
 from finetune.distributed.mesh import Group
-from finetune.distributed.strategies.tensor import apply_passes
+from finetune.distributed.strategies.tensor import apply_passes, sum_over
 from finetune.utils.errors import BackendError
 
 
@@ -86,6 +86,25 @@ def split(batch: Mapping[str, torch.Tensor], rows: RowGroup | None) -> Mapping[s
         **{name: values.tensor_split(group.size, 1)[group.rank] for name, values in parts.items()},
         "cu_seqlens": cu_seqlens.expand(group.size, -1),
     }
+
+
+def part_of_row(values: torch.Tensor, network: nn.Module) -> torch.Tensor:
+    """Returns this rank's part of values of each token, (..., T / N) of (..., T); all where rows are not split."""
+    rows: RowGroup | None = getattr(network, "row_group", None)
+    return values if rows is None or not rows.splits else values.tensor_split(rows.group.size, -1)[rows.group.rank]
+
+
+def share_of(function: Callable[[torch.Tensor], torch.Tensor], sums: torch.Tensor, network: nn.Module) -> torch.Tensor:
+    """Returns this rank's share, 1 / N, of a function of what its row's parts sum up to; without parts, all of it.
+
+    Args:
+        sums: Sums over this rank's part of each row. Their gradients are those of all shares.
+    """
+    rows: RowGroup | None = getattr(network, "row_group", None)
+    if rows is None or not rows.splits:
+        return function(sums)
+    add = partial(sum_over, rows.group)
+    return function(apply_passes(sums, add, add)) / rows.group.size
 
 
 def gather_rows(shard: torch.Tensor, rows: RowGroup) -> torch.Tensor:

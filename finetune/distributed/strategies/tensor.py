@@ -82,12 +82,12 @@ def sum_partial(gradients: Sequence[torch.Tensor], group: Group) -> None:
 
 def sum_gradients(values: torch.Tensor, group: Group) -> torch.Tensor:
     """Returns the same values, whose gradients are summed over the group's ranks."""
-    return apply_passes(values, _same, partial(_sum, group))
+    return apply_passes(values, _same, partial(sum_over, group))
 
 
 def sum_outputs(values: torch.Tensor, group: Group) -> torch.Tensor:
     """Returns the sum over the group's ranks, on each of them."""
-    return apply_passes(values, partial(_sum, group), _same)
+    return apply_passes(values, partial(sum_over, group), _same)
 
 
 def gather_outputs(shard: torch.Tensor, group: Group) -> torch.Tensor:
@@ -169,7 +169,7 @@ def _join(group: Group, shard: torch.Tensor) -> torch.Tensor:
     return torch.cat(gather_parts(shard, group), -1)
 
 
-def _sum(group: Group, values: torch.Tensor) -> torch.Tensor:
+def sum_over(group: Group, values: torch.Tensor) -> torch.Tensor:
     # In fp32: rounded to 16 bit before they are added, parts would lose what the whole product keeps.
     wide = torch.float32 if values.dtype in (torch.bfloat16, torch.float16) else values.dtype
     whole = values.to(wide, copy=True, memory_format=torch.contiguous_format)

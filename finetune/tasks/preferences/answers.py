@@ -16,6 +16,7 @@ from finetune.config.recipe_schema import PreferenceSection, Recipe
 from finetune.data.rows.kinds import labelled_answers
 from finetune.data.rows.kinds.row_kind import TokenRows
 from finetune.data.rows.packed_rows import IGNORED
+from finetune.distributed.strategies import sequence
 from finetune.tasks.build_task import transformers_task
 from finetune.tasks.causal_lm import CAUSAL_LM, token_losses
 from finetune.tasks.preferences import objectives
@@ -26,7 +27,10 @@ _HALVES = {"chosen": "desirable", "rejected": "undesirable"}
 
 
 def _sums(network: nn.Module, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Returns the log-probability of each row's answer, summed over its tokens: (B,) in fp32."""
+    """Returns the log-probability of each row's answer, summed over its tokens: (B,) in fp32.
+
+    Where rows are split over ranks, over those of this rank's part.
+    """
     return -token_losses(network, {"input_ids": ids, "targets": targets}).sum(1)
 
 
@@ -43,7 +47,7 @@ def _reference(network: nn.Module, batch: Batch) -> torch.Tensor:
 def _window(network: nn.Module, batch: Batch) -> torch.Tensor:
     """Returns the log ratio of each row's mismatched answer, (B, 1)."""
     policy = _sums(network, batch["mismatched_ids"], batch["mismatched_targets"])
-    return (policy - batch["reference"][:, 1])[:, None]
+    return sequence.share_of(lambda sums: (sums - batch["reference"][:, 1])[:, None], policy, network)
 
 
 def kto(recipe: Recipe) -> Task:
@@ -56,9 +60,8 @@ def kto(recipe: Recipe) -> Task:
     terms += [Term("rewards/margins", "desirable", 0.0, less="rewards/rejected")]
     terms += [Term("kl", "answers", 0.0)] if "kto" in names else []
 
-    def loss_sum(network: nn.Module, batch: Batch) -> torch.Tensor:
-        policy, desirable = _sums(network, batch["input_ids"], batch["targets"]), batch["desirable"].bool()
-        ratios, none = policy - batch["reference"][:, 0], policy.new_zeros(())
+    def values(batch: Batch, policy: torch.Tensor) -> torch.Tensor:
+        ratios, none, desirable = policy - batch["reference"][:, 0], policy.new_zeros(()), batch["desirable"].bool()
         z = objectives.baseline(batch["window"]) if "window" in batch else none
         baselines = {"kto": z, "apo_zero_unpaired": none}
         sums = {n: objectives.kto(ratios, desirable, baselines[n], section.beta, factors).sum() for n in names}
@@ -66,6 +69,10 @@ def kto(recipe: Recipe) -> Task:
         sums |= {name: total for name, (total, _) in figures.items()}
         sums |= {"rewards/margins": sums["rewards/chosen"], "kl": z * len(policy)}
         return torch.stack([sums[term.name] for term in terms])
+
+    def loss_sum(network: nn.Module, batch: Batch) -> torch.Tensor:
+        policy = _sums(network, batch["input_ids"], batch["targets"])
+        return sequence.share_of(partial(values, batch), policy, network)
 
     assert CAUSAL_LM.head is not None
     assert CAUSAL_LM.build_config is not None
@@ -76,6 +83,7 @@ def kto(recipe: Recipe) -> Task:
         loss_sum=loss_sum,
         terms=tuple(terms),
         window=_window if "kto" in names else None,
+        splits_rows=True,
         reference=Reference(_reference),
     )
     return replace(task, build_data=partial(_build_data, task.build_data))

@@ -15,6 +15,7 @@ from finetune.config.preference_losses import SORTED_LOSSES
 from finetune.config.recipe_schema import PreferenceSection, Recipe
 from finetune.data.rows.kinds import answer_pairs
 from finetune.data.rows.packed_rows import IGNORED
+from finetune.distributed.strategies import sequence
 from finetune.tasks.build_task import transformers_task
 from finetune.tasks.causal_lm import CAUSAL_LM, token_losses
 from finetune.tasks.preferences import objectives
@@ -28,18 +29,21 @@ _PAIRS = "pairs"
 def sums(network: nn.Module, batch: Batch, ld_alpha: float | None = None) -> torch.Tensor:
     """Returns the log-probabilities of both answers of each row, summed over their tokens: (B, 2) in fp32.
 
+    Where rows are split over ranks, over those of this rank's part.
+
     Args:
         ld_alpha: What tokens beyond the length of the shorter answer count; None for 1. LLaMA-Factory weights those of
             the policy only. Source: LD-DPO, arXiv:2409.06411.
     """
-    log_probabilities = -token_losses(network, batch)
-    places = torch.arange(log_probabilities.shape[1], device=log_probabilities.device)
+    log_probabilities, targets = -token_losses(network, batch), batch["targets"]
+    places = torch.arange(targets.shape[1], device=targets.device)
     rejected = places >= batch["rejected_from"][:, None]
     halves = torch.stack([~rejected, rejected], dim=1)
     counted = halves.float()
     if ld_alpha is not None:
-        number = ((batch["targets"] != IGNORED)[:, None] & halves).cumsum(2)
+        number = ((targets != IGNORED)[:, None] & halves).cumsum(2)
         counted = torch.where(number > batch["learned"].amin(1)[:, None, None], ld_alpha * counted, counted)
+    counted = sequence.part_of_row(counted, network)
     return (log_probabilities[:, None] * counted).sum(2)
 
 
@@ -63,7 +67,10 @@ def dpo(recipe: Recipe) -> Task:
         return [*each, *_rewards(Pair(*(section.beta * ratio for ratio in ratios)))]
 
     def window(network: nn.Module, batch: Batch) -> torch.Tensor:
-        return objectives.window_values(_pair(summed(network, batch)), _pair(batch["reference"]))
+        def values(sums: torch.Tensor) -> torch.Tensor:
+            return objectives.window_values(_pair(sums), _pair(batch["reference"]))
+
+        return sequence.share_of(values, summed(network, batch), network)
 
     weights = section.loss_weights or (1.0,) * len(names)
     terms = [_term(name, weight) for name, weight in zip(names, weights, strict=True)]
@@ -153,10 +160,13 @@ def _task(terms: list[Term], losses: Any, figures: tuple[str, ...], summed: Any 
     order = sorted(range(len(every)), key=lambda index: every[index].weight == 0)
 
     def loss_sum(network: nn.Module, batch: Batch) -> torch.Tensor:
-        policy = _pair(summed(network, batch))
-        values = [*losses(policy, batch), *(half.detach() for half in policy)]
-        values.append((policy.chosen > policy.rejected).float())
-        return torch.stack([values[index].sum() for index in order])
+        def sums(of_rows: torch.Tensor) -> torch.Tensor:
+            policy = _pair(of_rows)
+            values = [*losses(policy, batch), *(half.detach() for half in policy)]
+            values.append((policy.chosen > policy.rejected).float())
+            return torch.stack([values[index].sum() for index in order])
+
+        return sequence.share_of(sums, summed(network, batch), network)
 
     assert CAUSAL_LM.head is not None
     assert CAUSAL_LM.build_config is not None
@@ -166,5 +176,6 @@ def _task(terms: list[Term], losses: Any, figures: tuple[str, ...], summed: Any 
         answer_pairs.KIND,
         loss_sum=loss_sum,
         terms=tuple(every[index] for index in order),
+        splits_rows=True,
         **fields,
     )

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from bench.cases import DPO
+
 
 def equal_adapters(network: nn.Module) -> None:
     """Draws each adapter's first matrix from a seed that its name gives; the second is zero already."""
@@ -31,7 +33,7 @@ def load(model: str, kind: str, precision: str) -> Any:
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
     frozen = torch.bfloat16 if precision == "bf16" else torch.float32
-    if kind == "full":
+    if kind in ("full", DPO):
         return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     options: dict[str, Any] = {}
     if kind == "qlora":

@@ -12,14 +12,16 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench.arms import preferences
 from bench.arms.adapters import equal_adapters
+from bench.cases import AS_TEXTS, DPO
 from bench.gate import Gate
 from bench.spec import BETAS, CLIP, LR, Spec
 from finetune.config.recipe import validate_recipe
 from finetune.config.recipe_schema import Recipe
 from finetune.data.rows.row_order import rows_at
 from finetune.models.forward_wrapper import unwrap
-from finetune.tasks import causal_lm
+from finetune.tasks import causal_lm, task_lookup
 from finetune.tasks.task import TaskData
 from finetune.training import loop
 from finetune.training.build_run import build_run
@@ -68,7 +70,9 @@ def recipe_of(spec: Spec) -> Recipe:
         "output": {"dir": spec.folder + "/run", "save_model": False},
         "checkpoint": {"every_minutes": None, "at_end": False},
     }
-    if case.kind != "full":
+    if case.kind == DPO:
+        tree |= preferences.recipe_keys(spec)
+    elif case.kind != "full":
         tree["lora"] = {"rank": 16, "alpha": 32.0, "dropout": 0.0}
     if case.kind == "qlora":
         tree["model"] |= {"quantization": "nf4", "double_quantization": True}
@@ -93,14 +97,18 @@ def run(spec: Spec, gate: Gate) -> None:
         # Of ranks that share rows or layers, what is whole counts once.
         rows = sum(len(part) for part in taken.rows) if run.backend.mesh.counts_rows else 0
         loss = taken.losses.sum()
-        gate.add(loss if run.backend.mesh.counts_loss else torch.zeros_like(loss), rows * (spec.case.length - 1))
+        targets = rows * spec.case.targets_of_row
+        gate.add(loss if run.backend.mesh.counts_loss else torch.zeros_like(loss), targets)
         gate.norm(taken.norm.read()[0])
         return taken
 
-    causal_lm.CAUSAL_LM = replace(causal_lm.CAUSAL_LM, build_data=equal_rows)
+    if spec.arm == AS_TEXTS:
+        task_lookup.BUILT_IN["dpo"] = task_lookup.BUILT_IN["dpo"]._replace(place="bench.arms.preferences:as_texts")
+    elif spec.case.kind != DPO:
+        causal_lm.CAUSAL_LM = replace(causal_lm.CAUSAL_LM, build_data=equal_rows)
     loop.train_step = held
     shutil.rmtree(Path(spec.folder) / "run", ignore_errors=True)
     built = build_run(recipe_of(spec))
-    if spec.case.kind != "full":
+    if spec.case.kind in ("lora", "qlora"):
         equal_adapters(unwrap(built.model))
     loop.train(built)

@@ -34,7 +34,25 @@ def run(spec: Spec, gate: Gate) -> None:
     if case.kind != "full":
         model = adapted(model)
     tokenizer = AutoTokenizer.from_pretrained(spec.model)
-    shared: dict[str, Any] = {
+    shared = shared_arguments(spec)
+    if spec.arm == "trainer":
+        collator = DataCollatorForLanguageModeling(tokenizer, mlm=False)
+        trainer = Trainer(model, TrainingArguments(**shared), train_dataset=data, data_collator=collator)
+    else:
+        from trl import SFTConfig, SFTTrainer
+
+        best = {"gradient_checkpointing": False, "logging_steps": 500} if spec.arm == "trl-best" else {}
+        settings = SFTConfig(**shared, max_length=case.length, **best)
+        trainer = SFTTrainer(model, settings, train_dataset=data, processing_class=tokenizer)
+    trainer.add_callback(Boundary(gate))
+    watch(trainer, gate, case.rows * (case.length - 1))
+    trainer.train()
+
+
+def shared_arguments(spec: Spec) -> dict[str, Any]:
+    """The arguments of any trainer."""
+    case = spec.case
+    return {
         "output_dir": spec.folder,
         "per_device_train_batch_size": spec.micro,
         "gradient_accumulation_steps": case.accumulation,
@@ -49,18 +67,6 @@ def run(spec: Spec, gate: Gate) -> None:
         "save_strategy": "no",
         "report_to": "none",
     }
-    if spec.arm == "trainer":
-        collator = DataCollatorForLanguageModeling(tokenizer, mlm=False)
-        trainer = Trainer(model, TrainingArguments(**shared), train_dataset=data, data_collator=collator)
-    else:
-        from trl import SFTConfig, SFTTrainer
-
-        best = {"gradient_checkpointing": False, "logging_steps": 500} if spec.arm == "trl-best" else {}
-        settings = SFTConfig(**shared, max_length=case.length, **best)
-        trainer = SFTTrainer(model, settings, train_dataset=data, processing_class=tokenizer)
-    trainer.add_callback(Boundary(gate))
-    watch(trainer, gate, case.rows * (case.length - 1))
-    trainer.train()
 
 
 def watch(trainer: Any, gate: Gate, targets: int) -> None:
