@@ -60,7 +60,7 @@ def identity_of(recipe: Recipe, order: RowOrder, base: dict[str, Any] | None) ->
     scaling = ("rope_scaling",) if recipe.model.rope_scaling is not None else ()
     preference = ("preference",) if recipe.preference is not None else ()
     facts = flat({name: tree[name] for name in ("task", "optim", "schedule", "lora", *preference)})
-    of_model = ("config", "freeze", "quantization", "double_quantization", "fp8", *scaling)
+    of_model = ("config", "freeze", "quantization", "double_quantization", "fp8", "neftune_alpha", *scaling)
     facts |= flat({name: tree["model"][name] for name in of_model}, "model.")
     if base is not None:
         # Not its name: on another machine the same model lies elsewhere.

@@ -216,6 +216,15 @@ def _smoothing(conversion: _Conversion, key: str, here: str, value: Any) -> Valu
     return {here: value} if value else {}
 
 
+def _of_tokens(conversion: _Conversion, key: str, here: str, value: Any) -> Values:
+    task = conversion.found.get("task.name", "causal_lm")
+    if value and task in BUILT_IN and BUILT_IN[task].rows.judged:
+        raise _NotCarried(f"{task} learns answers, whose loss it does not change")
+    if value:
+        conversion.notes.append(f"{key}: evaluations here report the loss without it.")
+    return {here: value} if value else {}
+
+
 def _with_sft(conversion: _Conversion, key: str, here: str, value: Any) -> Values:
     found = conversion.found
     if not value:
@@ -540,6 +549,7 @@ RULES: dict[str, Callable[[_Conversion, str, str, Any], Values]] = {
     "length": _length,
     "losses": _losses,
     "names": _names,
+    "of_tokens": _of_tokens,
     "rank": lambda _, key, here, value: {here: value, "lora.alpha": 2 * value},
     "share": _share,
     "smoothing": _smoothing,

@@ -72,6 +72,11 @@ class RowFacts:
         return bool(self.labels) or self.reads_source
 
     @property
+    def takes_weights(self) -> bool:
+        """True if documents may have weights."""
+        return self.writes_text and not self.reads_source and not self.judged
+
+    @property
     def gives_scores(self) -> bool:
         """True if networks give a document or its words classes, or a number, and write no text."""
         return bool(self.labels) or (self.judged and not self.writes_text)
@@ -475,6 +480,11 @@ def task_conflicts(recipe: Recipe, rows: RowFacts) -> Iterable[str]:
     unused = {"class_weights": rows.writes_text or numbers, "num_labels": numbers}
     for key in (key for key, is_unused in unused.items() if is_unused and getattr(recipe.task, key) is not None):
         yield f"task.{key}: {name} has no classes; remove it"
+    if recipe.model.neftune_alpha is not None and rows.reads_source:
+        yield f"model.neftune_alpha: {name} embeds a source and a target, and noise is for rows of one text; remove it"
+    if recipe.task.label_smoothing is not None and numbers:
+        instead = "; preference.label_smoothing is that of pairs" if rows.judged else ""
+        yield f"task.label_smoothing: the loss of {name} is no cross-entropy of tokens or classes; remove it{instead}"
     own = [metric for metric in section.metrics if ":" in metric]
     if section.metrics and not known:
         yield f"eval.metrics: {name} always reports {', '.join(rows.figures or ())}, and no others; remove it"
@@ -493,9 +503,14 @@ def task_conflicts(recipe: Recipe, rows: RowFacts) -> Iterable[str]:
     for number, source in enumerate(section.prompts):
         if source.weight != 1.0:
             yield f"eval.prompts.{number}.weight: every prompt counts once; remove it (`limit` reads fewer)"
-        for key, default in (("text_field", "text"), ("pair_field", None), ("label_field", "label")):
+        defaults = {"text_field": "text", "pair_field": None, "label_field": "label", "weight_field": None}
+        for key, default in defaults.items():
             if getattr(source, key) != default:
                 yield f"eval.prompts.{number}.{key}: prompts and references are named in `fields`; remove it"
+    for source_key, source in sources.items() if rows != RowFacts() else ():
+        if source.weight_field is not None and (recipe.chat is not None or not rows.takes_weights):
+            why = "conversations have it as `weight`" if rows.takes_weights else f"{name} weighs no documents"
+            yield f"{source_key}.weight_field: {why}; remove it"
     for source_key, source in sources.items() if rows.writes_text else ():
         if source.label_field != "label":
             yield f"{source_key}.label_field: {name} reads no labels; remove it"

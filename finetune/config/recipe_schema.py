@@ -251,6 +251,9 @@ class Source(Section):
     label_field: str = "label"
     """Field that holds the class of a document, its number for `regression`, or for `token_classification` the class
     of each word, as a list; other tasks do not read it."""
+    weight_field: str | None = None
+    """Field that holds the factor of a document's losses in `causal_lm`, a number of 0 or more; conversations have it
+    as `weight`. The loss is divided by the sum of weights."""
     weight: Annotated[PositiveFloat, "times an epoch"] = 1.0
     """Number of times that each document is used in an epoch: 2 repeats all, 0.5 keeps a fixed half (chosen by
     hash)."""
@@ -475,6 +478,9 @@ class ModelSection(Section):
     for each row, Dettmers et al. 2022); needs `lora`. `nf4` is the better format of 4 bits."""
     double_quantization: bool = True
     """Also quantize the scales of the 4-bit weights: 0.516 bytes for each weight instead of 0.563."""
+    neftune_alpha: Annotated[PositiveFloat | None, "factor"] = None
+    """Add uniform noise in [-1, 1) x alpha / sqrt(L h) to the embeddings of a document's L tokens, each h numbers, in
+    training only (NEFTune, Jain et al. 2023; 5 to 15 there). It depends on seed, step, row and token alone."""
     gradient_checkpointing: bool | Literal["selective"] = False
     """Recompute activations in the backward pass: less memory, about a third more time. `selective` keeps the outputs
     of matrix products and attention, and recomputes the cheap rest."""
@@ -547,6 +553,9 @@ class TaskSection(Section):
     5.0]`, or `balanced`: rows / (classes x rows of the class), which makes all classes count alike. The weighted losses
     are divided by the number of rows, not by the sum of weights. Where words have classes, words are counted in place
     of rows. Evaluation is not weighted."""
+    label_smoothing: Annotated[float | None, Field(gt=0.0, lt=1.0), "share of the loss"] = None
+    """Learn (1 - e) x cross-entropy + e x the mean of -log p over all tokens of the vocabulary, or all classes.
+    Evaluation is not smoothed, so that its perplexity is one. Left out: 0."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Arguments for a custom task."""
 
@@ -685,6 +694,9 @@ class Recipe(Section):
     exclusive = {
         ("task.class_weights", "task.loss"): (
             "task.class_weights: your own `task.loss` weighs classes by itself; remove one of both"
+        ),
+        ("task.label_smoothing", "task.loss"): (
+            "task.label_smoothing: your own `task.loss` smooths labels itself; remove one of both"
         ),
         ("model.freeze", "lora"): (
             "model.freeze: with a `lora` section the whole model is frozen already. Remove one of both"

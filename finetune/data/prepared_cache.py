@@ -23,7 +23,7 @@ from finetune.utils.quoting import to_stderr
 _INDEX = "index.json"
 STATE = "state.json"
 """A build that leaves this file in its folder can continue with what is there."""
-STATE_VERSION = 6
+STATE_VERSION = 7
 """Version of that file, which has it as `version`, and of those that it is about."""
 # A check of less than this takes about a second, and a wait for one is not worth a word; nor is one for small data,
 # which ranks meet at each first start.

@@ -41,8 +41,9 @@ def _average_means(exchange: Any, run: BuiltRun, window: Window) -> torch.Tensor
 def _lose_rank(exchange: Any, run: BuiltRun, window: Window) -> torch.Tensor:
     lost = 0 < run.backend.rank == run.backend.world_size - 1
     _factors[:] = [torch.tensor(0.0 if lost else 1.0)] * len(window.rows)
-    nothing = dict.fromkeys(window.counts, 0)
-    sync: torch.Tensor = exchange(run, replace(window, counts=nothing, num_computed=0, checksum=0) if lost else window)
+    nothing = dict.fromkeys(window.counts, 0.0)
+    empty = replace(window, counts=nothing, num_targets=0, num_computed=0, checksum=0)
+    sync: torch.Tensor = exchange(run, empty if lost else window)
     return sync
 
 

@@ -16,6 +16,7 @@ from finetune.export.load_model import LoadedModel
 from finetune.models import lora_adapters
 from finetune.models.forward_wrapper import ForwardWrapper
 from finetune.tasks import causal_lm, metrics
+from finetune.tasks.build_task import check_counts
 from finetune.tasks.evaluate_rows import OneProcess, evaluate_rows
 from finetune.utils.errors import DataError, RecipeError
 
@@ -132,6 +133,7 @@ def evaluate_files(
         raise DataError("The files of --data hold no text to evaluate. Name others.")
     if task.rows.labels and task.evaluation is None:
         raise RecipeError("--data: the run's task gives no class of each row (`evaluation`), and no number.")
+    check_counts(task, rows)
     targets = rows.num_targets(np.arange(len(rows)))
     say(f"Evaluating {len(rows):,} rows of {recipe.data.sequence_length} tokens, {targets:,} targets.")
     if left_out := report.left_out():

@@ -40,6 +40,8 @@ class LossHead:
         """(N,) int64, -100 where there is nothing to learn."""
         self.per_token = False
         """True if it puts out the loss of each token in place of their sum."""
+        self.label_smoothing = 0.0
+        """Of the loss, see `plain_loss`."""
         self.token_group: Group | None = None
         """Ranks that share layers, and compute the loss of some tokens each, or at least its gradients. Gradients of
         the head are to be summed over them."""
@@ -65,11 +67,12 @@ class LossHead:
         if group is not None:
             flat, targets = tensor.split_tokens(flat, group), tensor.part_of_tokens(targets, IGNORED, group=group)
         # Gradients in fp16 vanish before they are scaled, which happens in the backward pass.
+        options: dict[str, Any] = {"label_smoothing": self.label_smoothing}
         if isinstance(head, nn.Linear) and type(head).forward in _PRODUCTS and dtype != torch.float16:
             compute = token_losses if self.per_token else loss_of
-            loss = compute(flat, head.weight, head.bias, targets, dtype)
+            loss = compute(flat, head.weight, head.bias, targets, dtype, **options)
         else:
-            loss = _of_any_head(self._logits, flat, targets, per_token=self.per_token)
+            loss = _of_any_head(self._logits, flat, targets, per_token=self.per_token, **options)
         if group is not None and self.per_token:
             loss = tensor.gather_tokens(loss, self.targets.numel(), group)
         elif group is not None:
@@ -125,7 +128,13 @@ def rows_of_chunk(tokens: int, vocabulary: int) -> int:
 
 
 def loss_of(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, dtype: torch.dtype
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    dtype: torch.dtype,
+    *,
+    label_smoothing: float = 0.0,
 ) -> torch.Tensor:
     """Returns the summed cross-entropy of `hidden @ weight.T + bias`, a scalar in fp32.
 
@@ -141,9 +150,10 @@ def loss_of(
         bias: (V,).
         targets: (N,).
         dtype: Type of the products.
+        label_smoothing: See `plain_loss`.
     """
-    learns = torch.is_grad_enabled()
-    loss: torch.Tensor = _Chunked.apply(learns, hidden, weight, bias, targets, dtype)  # type: ignore[no-untyped-call]
+    given = (hidden, weight, bias, targets, dtype, label_smoothing)
+    loss: torch.Tensor = _Chunked.apply(torch.is_grad_enabled(), *given)  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -162,7 +172,7 @@ class _Chunked(torch.autograd.Function):
         kept, ctx.kept = ctx.kept, None
         if kept is None:
             raise RuntimeError("This loss has been differentiated before, and its gradients are gone.")
-        return None, *(None if t is None else t.mul_(gradients[0]) for t in kept), None, None
+        return None, *(None if t is None else t.mul_(gradients[0]) for t in kept), None, None, None
 
 
 def token_losses(
@@ -171,14 +181,16 @@ def token_losses(
     bias: torch.Tensor | None,
     targets: torch.Tensor,
     dtype: torch.dtype,
+    *,
+    label_smoothing: float = 0.0,
 ) -> torch.Tensor:
     """Returns the cross-entropy of each token, (N,) in fp32, 0 where there is nothing to learn; else as `loss_of`.
 
     What a token's loss counts for is known only in the backward pass. The gradient for `hidden` is scaled then; where
     the head is trained as well, its products are computed a second time.
     """
-    learns = torch.is_grad_enabled()
-    losses: torch.Tensor = _TokenLosses.apply(learns, hidden, weight, bias, targets, dtype)  # type: ignore[no-untyped-call]
+    given = (hidden, weight, bias, targets, dtype, label_smoothing)
+    losses: torch.Tensor = _TokenLosses.apply(torch.is_grad_enabled(), *given)  # type: ignore[no-untyped-call]
     return losses
 
 
@@ -189,7 +201,7 @@ class _TokenLosses(torch.autograd.Function):
         wanted = [learns and ctx.needs_input_grad[1], False, False]
         with torch.autocast(hidden.device.type, enabled=False):
             _, (ctx.hidden_gradient, *_) = _one_pass(wanted, hidden, *others, losses=losses)
-        weight, bias, targets, ctx.dtype = others
+        weight, bias, targets, *ctx.options = others
         ctx.save_for_backward(hidden, weight, bias, targets)
         return losses
 
@@ -203,8 +215,8 @@ class _TokenLosses(torch.autograd.Function):
         of_head: list[torch.Tensor | None] = [None, None]
         if any(for_head):
             with torch.autocast(hidden.device.type, enabled=False):
-                _, (_, *of_head) = _one_pass(for_head, hidden, weight, bias, targets, ctx.dtype, factors=factors)
-        return None, of_hidden, *of_head, None, None
+                _, (_, *of_head) = _one_pass(for_head, hidden, weight, bias, targets, *ctx.options, factors=factors)
+        return None, of_hidden, *of_head, None, None, None
 
 
 def _one_pass(
@@ -214,6 +226,7 @@ def _one_pass(
     bias: torch.Tensor | None,
     targets: torch.Tensor,
     dtype: torch.dtype,
+    label_smoothing: float,
     *,
     factors: torch.Tensor | None = None,
     losses: torch.Tensor | None = None,
@@ -251,7 +264,7 @@ def _one_pass(
             p = of_some if dtype == torch.float32 else scratch[: some.stop - begin].copy_(of_some)
             if bias is not None:
                 p.add_(bias)
-            each = _score(p, places[some], counts[some], learns=any(wanted))
+            each = _score(p, places[some], counts[some], label_smoothing, learns=any(wanted))
             loss += each.sum()
             if losses is not None:
                 losses[some] = each[:, 0]
@@ -279,7 +292,9 @@ def rows_in_cache(rows: int, vocabulary: int, device: str) -> int:
     return max(1, min(rows, (1 << 19) // vocabulary)) if device == "cpu" else rows
 
 
-def _score(p: torch.Tensor, places: torch.Tensor, counts: torch.Tensor, *, learns: bool) -> torch.Tensor:
+def _score(
+    p: torch.Tensor, places: torch.Tensor, counts: torch.Tensor, label_smoothing: float, *, learns: bool
+) -> torch.Tensor:
     """Returns the loss of each row of logits, (N, 1), which become their gradient in place, if that is wanted.
 
     Args:
@@ -289,20 +304,24 @@ def _score(p: torch.Tensor, places: torch.Tensor, counts: torch.Tensor, *, learn
     """
     p.sub_(p.amax(1, keepdim=True))
     score = p.gather(1, places)
+    if label_smoothing:
+        score = (1 - label_smoothing) * score + label_smoothing * p.mean(1, keepdim=True)
     total = p.exp_().sum(1, keepdim=True)
     if learns:
         # softmax - one-hot, and nothing for what is not learned.
-        p.mul_(counts / total).scatter_add_(1, places, -counts)
+        p.mul_(counts / total).scatter_add_(1, places, (label_smoothing - 1) * counts)
+        if label_smoothing:
+            p.sub_(label_smoothing / p.shape[1] * counts)
     return (total.log() - score) * counts
 
 
 def _of_any_head(
-    logits: Forward, hidden: torch.Tensor, targets: torch.Tensor, *, per_token: bool = False
+    logits: Forward, hidden: torch.Tensor, targets: torch.Tensor, *, per_token: bool, label_smoothing: float
 ) -> torch.Tensor:
     """Computes the loss of a head that is more than a product (adapters, quantized weights), each chunk twice."""
 
     def part(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return plain_loss(logits(hidden), targets, per_token=per_token)
+        return plain_loss(logits(hidden), targets, per_token=per_token, label_smoothing=label_smoothing)
 
     loss = torch.zeros((), device=hidden.device)
     rows = rows_of_chunk(hidden.shape[0], 1 << 17)
@@ -314,7 +333,9 @@ def _of_any_head(
     return loss
 
 
-def plain_loss(logits: torch.Tensor, targets: torch.Tensor, *, per_token: bool = False) -> torch.Tensor:
+def plain_loss(
+    logits: torch.Tensor, targets: torch.Tensor, *, per_token: bool = False, label_smoothing: float = 0.0
+) -> torch.Tensor:
     """Returns the summed cross-entropy of logits, in fp32 whatever they are in: bf16 sums lose whole tokens.
 
     Or that of each token, flattened.
@@ -322,10 +343,13 @@ def plain_loss(logits: torch.Tensor, targets: torch.Tensor, *, per_token: bool =
     Args:
         logits: (..., V).
         targets: (...), -100 where there is nothing to learn.
+        label_smoothing: Share e of the loss that is the mean of -log p over all V. Source: Szegedy et al. 2016,
+            "Rethinking the Inception Architecture"; transformers 5.23, `LabelSmoother` in `trainer_pt_utils.py`.
     """
     return functional.cross_entropy(
         logits.float().flatten(0, -2),
         targets.flatten(),
         ignore_index=IGNORED,
         reduction="none" if per_token else "sum",
+        label_smoothing=label_smoothing,
     )

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from finetune.models.embedding_noise import adding_noise
 from finetune.models.frozen_weights import parameter_owners
 from finetune.models.lora_adapters import embeddings_and_head, transformer
 from finetune.utils.compat import accelerate_private
@@ -36,7 +37,7 @@ class ForwardWrapper(nn.Module):
 
     def forward(self, function: Callable[..., Any], *args: Any) -> Any:
         """Returns `function(network, *args)`."""
-        with self.autocast(), self.keeping():
+        with self.autocast(), self.keeping(), adding_noise(self.network, args[0] if args else None):
             return function(self.network, *args)
 
     # Sharding gives embeddings, last norm and head units of their own if it can find them.

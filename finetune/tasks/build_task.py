@@ -16,8 +16,9 @@ from finetune.config.recipe_schema import Recipe
 from finetune.data import prepare
 from finetune.data.class_labels import some
 from finetune.data.prepare import PreparedData
-from finetune.data.rows.feed import counts_of
+from finetune.data.rows.feed import Rows, counts_of
 from finetune.data.rows.kinds.row_kind import RowKind
+from finetune.data.tokenization.token_files import WEIGHTS
 from finetune.models import lora_adapters
 from finetune.models.build_network import build_meta_model, build_model, init_weights
 from finetune.models.heads import Head
@@ -128,10 +129,16 @@ def _checked(
     return checked
 
 
-def check_counts(task: Task, data: TaskData) -> None:
-    """Raises a `RecipeError` if rows do not count what a term is divided by."""
+def check_counts(task: Task, *given: Rows | None) -> None:
+    """Raises a `RecipeError` if rows do not count what a term is divided by, or have weights that the loss ignores."""
     terms = (*task.terms, *task.evaluated.terms)
-    for rows in filter(None, (data.train, data.validation)):
+    for rows in filter(None, given):
+        if not task.weighs and WEIGHTS in getattr(rows, "columns", {}):
+            raise RecipeError(
+                "task: the data has weights other than 0 and 1, and a loss of your own does not multiply by them. Take "
+                "them out of the records; or name a `Task` whose loss does, by batch['weights'], with `weighs=True` "
+                "(`finetune docs tasks`)."
+            )
         known = counts_of(rows, np.arange(1))
         if missing := [term for term in terms if term.counts not in known]:
             raise RecipeError(

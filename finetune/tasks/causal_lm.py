@@ -69,11 +69,14 @@ def _outputs(network: nn.Module, batch: Batch) -> Any:
     return network(input_ids=batch["input_ids"], use_cache=False, **positions, **arguments)
 
 
-def _loss_sum(network: nn.Module, batch: Batch) -> torch.Tensor:
+def _loss_sum(network: nn.Module, batch: Batch, label_smoothing: float = 0.0) -> torch.Tensor:
     """Targets are shifted already. Where rows are split over ranks, the loss is that of this rank's part."""
     batch = sequence.split(batch, getattr(network, "row_group", None))
+    if "weights" in batch:
+        losses = _head_loss(network, batch, per_token=True, label_smoothing=label_smoothing)
+        return (losses.flatten() * batch["weights"].flatten()).sum()
     # A copy, not a view: wrappers that shard warn of views that leave a module.
-    return _head_loss(network, batch, per_token=False).reshape(()).clone()
+    return _head_loss(network, batch, label_smoothing=label_smoothing).reshape(()).clone()
 
 
 def token_losses(network: nn.Module, batch: Batch) -> torch.Tensor:
@@ -85,18 +88,23 @@ def token_losses(network: nn.Module, batch: Batch) -> torch.Tensor:
     return _head_loss(network, batch, per_token=True).reshape(batch["targets"].shape)
 
 
-def _head_loss(network: nn.Module, batch: Batch, *, per_token: bool) -> torch.Tensor:
+def _head_loss(
+    network: nn.Module, batch: Batch, *, per_token: bool = False, label_smoothing: float = 0.0
+) -> torch.Tensor:
     fused = chunked_loss.loss_head(lora_adapters.transformer(network))
     if fused is None:
-        return chunked_loss.plain_loss(causal_lm_logits(network, batch), batch["targets"], per_token=per_token)
-    fused.targets, fused.per_token = batch["targets"].flatten(), per_token
+        options: dict[str, Any] = {"per_token": per_token, "label_smoothing": label_smoothing}
+        return chunked_loss.plain_loss(causal_lm_logits(network, batch), batch["targets"], **options)
+    fused.targets, fused.per_token, fused.label_smoothing = batch["targets"].flatten(), per_token, label_smoothing
     try:
         return _outputs(network, batch).logits  # type: ignore[no-any-return]
     finally:
         fused.targets = None
 
 
-CAUSAL_LM = transformers_task(NEXT_TOKEN, _build_config, documents.KIND, loss_sum=_loss_sum, splits_rows=True)
+CAUSAL_LM = transformers_task(
+    NEXT_TOKEN, _build_config, documents.KIND, loss_sum=_loss_sum, weighs=True, splits_rows=True
+)
 
 
 Scores = Callable[[Batch, Callable[[nn.Module, Batch], torch.Tensor]], torch.Tensor]

@@ -94,17 +94,21 @@ def network_inputs(network: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
     return inputs
 
 
-def class_loss_sum(network: nn.Module, batch: Batch) -> torch.Tensor:
+def class_loss_sum(network: nn.Module, batch: Batch, label_smoothing: float = 0.0) -> torch.Tensor:
     """Returns the cross-entropy of a network, summed over the batch's targets."""
-    return class_loss(class_scores(network, batch), batch)
+    return class_loss(class_scores(network, batch), batch, label_smoothing)
 
 
-def class_loss(scores: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Returns the cross-entropy summed over the batch's targets, each with its weight if it has one."""
+def class_loss(scores: torch.Tensor, batch: Batch, label_smoothing: float = 0.0) -> torch.Tensor:
+    """Returns the cross-entropy summed over the batch's targets, each with its weight if it has one.
+
+    Args:
+        label_smoothing: Share of the loss that is the mean over all classes, see `chunked_loss.plain_loss`.
+    """
     scores, targets = scores.flatten(0, -2), batch["targets"].flatten()
-    if "weights" in batch:
-        return (functional.cross_entropy(scores, targets, reduction="none") * batch["weights"].flatten()).sum()
-    return functional.cross_entropy(scores, targets, reduction="sum")
+    reduction = "none" if "weights" in batch else "sum"
+    loss = functional.cross_entropy(scores, targets, reduction=reduction, label_smoothing=label_smoothing)
+    return (loss * batch["weights"].flatten()).sum() if "weights" in batch else loss
 
 
 def _evaluate(network: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:

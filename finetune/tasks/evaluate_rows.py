@@ -102,9 +102,9 @@ def evaluate_rows(
     values = None if values is None else backend.all_reduce_sum(values)
     totals = backend.all_reduce_sum(sums).tolist()
     means = mean_figures(terms, totals[: len(terms)], [held[term.counts] for term in terms])
-    whole = {"loss": means["loss"], "targets": float(held["targets"])}
+    whole = {"loss": means["loss"], "targets": float(rows.num_targets(np.arange(len(rows))))}
     if "perplexity" in (task.rows.figures or ()):
-        whole["perplexity"] = math.exp(min(totals[0] / max(1.0, held[terms[0].counts]), 700.0))
+        whole["perplexity"] = math.exp(min(totals[0] / (held[terms[0].counts] or 1.0), 700.0))
     figures = evaluation.figures_of(totals[len(terms) :], values, names)
     return replace(figures, whole=whole | means | figures.whole), values
 

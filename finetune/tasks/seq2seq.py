@@ -61,8 +61,9 @@ def _target_scores(network: nn.Module, batch: Batch) -> torch.Tensor:
     return network(**network_inputs(network, batch), use_cache=False).logits  # type: ignore[no-any-return]
 
 
-def _loss_sum(network: nn.Module, batch: Batch) -> torch.Tensor:
-    return chunked_loss.plain_loss(_target_scores(network, batch), batch["targets"])
+def _loss_sum(network: nn.Module, batch: Batch, label_smoothing: float = 0.0) -> torch.Tensor:
+    scores = _target_scores(network, batch)
+    return chunked_loss.plain_loss(scores, batch["targets"], label_smoothing=label_smoothing)
 
 
 def _evaluate(network: nn.Module, batch: Batch) -> tuple[torch.Tensor, None]:

@@ -63,7 +63,7 @@ class Term(NamedTuple):
 
 def mean_figures(terms: Sequence[Term], sums: Sequence[float], counts: Sequence[float]) -> dict[str, float]:
     """Returns the `loss`, and the mean of each of several terms by its name."""
-    means = [total / max(1.0, count) for total, count in zip(sums, counts, strict=True)]
+    means = [total / (count or 1.0) for total, count in zip(sums, counts, strict=True)]
     plain = {term.name: mean for term, mean in zip(terms, means, strict=True)}
     named = [(term.name, plain[term.name] - (plain[term.less] if term.less else 0.0)) for term in terms]
     loss = sum(term.weight * mean for term, mean in zip(terms, means, strict=True) if term.weight)
@@ -144,6 +144,8 @@ class Task:
     """Scores of the token behind one row, (1, V), in fp32, of a network that writes text, given `(network, batch, *,
     kept)`: the batch has `input_ids`, if its rows have a source those of it, and in `written` what follows the begin of
     its target; `kept` is a dict for what it needs again. Left out: as language models do it."""
+    weighs: bool = False
+    """True if `loss_sum` multiplies the loss of each target by the batch's `weights`, where rows have such."""
     splits_rows: bool = False
     """True if `loss_sum` takes rows that are split over ranks, by `sequence_parallel.split`."""
     head: "Head | None" = None

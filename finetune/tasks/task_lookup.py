@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -68,6 +69,10 @@ def find_task(recipe: Recipe) -> Task:
         from finetune.tasks.build_task import adapted_task
 
         task = adapted_task(task)
+    if (share := recipe.task.label_smoothing) is not None:
+        # What evaluations compute, and perplexities are made of, stays the plain loss.
+        loss_sum: Any = task.loss_sum
+        task = replace(task, loss_sum=partial(loss_sum, label_smoothing=share), evaluation=task.evaluated)
     if recipe.task.loss is None:
         return task
     loss = import_object(recipe.task.loss, "task.loss")
@@ -76,19 +81,21 @@ def find_task(recipe: Recipe) -> Task:
     from finetune.tasks.build_task import check_losses
 
     # What counts hits computes the task's own loss by the way.
-    task = replace(task, loss_sum=loss, terms=Task.terms, evaluation=None, window=None)
+    task = replace(task, loss_sum=loss, terms=Task.terms, evaluation=None, window=None, weighs=False)
     return check_losses(task, f"task.loss: '{recipe.task.loss}'")
 
 
 def _unused_keys(recipe: Recipe, task: Task) -> Iterator[str]:
     """Yields a sentence for each key that is set and that the task has no use for."""
     unused: dict[str, str] = {}
+    if recipe.task.name not in BUILT_IN:
+        unused["task.label_smoothing"] = "has a loss of its own, which smooths labels itself; remove it"
     own_rows = not (task.rows.writes_text or task.rows.gives_scores)
     if own_rows:
         unused |= dict.fromkeys(("sample", "eval.prompts"), "writes no text; remove it")
         unused["preference"] = "learns no preferences; remove it"
     if task.head is None:
-        keys = ("quantization", "freeze", "gradient_checkpointing", "compile")
+        keys = ("quantization", "freeze", "gradient_checkpointing", "compile", "neftune_alpha")
         why = "builds its own network, which this key does not change; remove it, or give the task a `head`"
         unused |= dict.fromkeys((f"model.{key}" for key in keys), why)
         unused["task.class_weights"] = "builds its own rows, and weighs classes in its own loss; remove it"

@@ -243,7 +243,7 @@ def _read_inputs(recipe: Recipe, quiet: bool) -> Inputs:
     if task.head is None and task.build_skeleton is not None:
         settle_parameters(task.build_skeleton(recipe, None))  # refused before data is read
     data = task.build_data(recipe, quiet)
-    check_counts(task, data)
+    check_counts(task, data.train, data.validation)
     if recipe.sample is not None and task.rows.writes_text:
         # Refused before the first step, not after the last.
         variables = recipe.chat.template_args if recipe.chat is not None else None

@@ -11,6 +11,7 @@ import torch
 
 from finetune.data.rows.feed import Window
 from finetune.distributed.rank_notes import failures_told
+from finetune.models.embedding_noise import with_noise
 from finetune.models.forward_wrapper import unwrap
 from finetune.monitoring.machine_sampler import sample_machines
 from finetune.monitoring.nonfinite import spread_nonfinite
@@ -147,7 +148,9 @@ def train_step(run: BuiltRun, step: int) -> StepOutput:
         backend.mesh.average_size * backend.accumulation,
         [term.weight for term in task.terms if term.weight],
     )
-    scale = torch.stack([weights[k] * size / counts[k].clamp(min=1) for k in range(len(weights))]).float()
+    # A sum of weights may be less than 1.
+    divisors = torch.where(counts > 0, counts, 1)
+    scale = torch.stack([weights[k] * size / divisors[k] for k in range(len(weights))]).float()
     read_later, recorded = AsyncScalar(sync), Totals()
     batches = window.batches if task.window is None else _pass_over_window(run, step, window)
 
@@ -156,7 +159,7 @@ def train_step(run: BuiltRun, step: int) -> StepOutput:
         return spread_nonfinite(sums, scale)
 
     loss_sum = recording(task.loss_sum, recorded)
-    losses = backend.forward_backward(run.model, loss_sum, _sent(run, step, batches), scaled)
+    losses = backend.forward_backward(run.model, loss_sum, _sent(run, step, window, batches), scaled)
     timer.mark("optimizer")
     norm = backend.clip(run.model, run.recipe.optim.clip_norm)
     backend.step(run.optimizer, norm)
@@ -175,12 +178,23 @@ def train_step(run: BuiltRun, step: int) -> StepOutput:
     return StepOutput(step, read_later, AsyncScalar(norm.reshape(1)), learned, window.rows, sums, recorded)
 
 
-def _sent(run: BuiltRun, step: int, batches: Iterator[dict[str, torch.Tensor]]) -> Iterator[Batch]:
+def _places(run: BuiltRun, window: Window) -> np.ndarray:
+    """Returns the number in the global batch of each of this rank's rows of a step, by micro-batches."""
+    mesh, size = run.backend.mesh, run.recipe.batch.global_size
+    return np.arange(size).reshape(len(window.rows), mesh.data_size, -1)[:, mesh.data_rank]
+
+
+def _sent(run: BuiltRun, step: int, window: Window, batches: Iterator[dict[str, torch.Tensor]]) -> Iterator[Batch]:
     """Yields this rank's micro-batches of a step on its device, each seeded when it is asked for."""
-    mesh = run.backend.mesh
+    mesh, alpha = run.backend.mesh, run.recipe.model.neftune_alpha
     for index in range(run.backend.accumulation):
         run.timer.mark("data")
-        batch = batch_to_device(next(batches), run.backend.device)
+        batch = next(batches)
+        if alpha is not None:
+            widths = getattr(run.data.train, "widths", None)
+            of_rows = None if widths is None else widths[window.rows[index]]
+            batch = with_noise(batch, alpha, (run.recipe.seed, step), _places(run, window)[index].tolist(), of_rows)
+        batch = batch_to_device(batch, run.backend.device)
         run.timer.mark("forward")
         # Dropout depends on where in the global batch a micro-batch stands, not on who computes it or what came before.
         seed_torch(run.recipe.seed, step, index * mesh.average_size + mesh.average_rank)
@@ -193,12 +207,8 @@ def _pass_over_window(run: BuiltRun, step: int, window: Window) -> Iterator[dict
     The network computes as it does when it learns, and with the same random numbers: dropout masks are those of the
     pass that follows, so that a row's value there is the one here.
     """
-    mesh = run.backend.mesh
-    places = np.arange(run.recipe.batch.global_size).reshape(len(window.rows), mesh.data_size, -1)[:, mesh.data_rank]
-    given = zip(places, window.batches, strict=True)
-    whole = with_window(
-        run.backend, run.model, run.task, given, places.size * mesh.data_size, partial(_sent, run, step)
-    )
+    given, size = zip(_places(run, window), window.batches, strict=True), run.recipe.batch.global_size
+    whole = with_window(run.backend, run.model, run.task, given, size, partial(_sent, run, step, window))
     return (batch for _, batch in whole)
 
 
@@ -218,7 +228,7 @@ def _all_reduce_sync(run: BuiltRun, window: Window) -> torch.Tensor:
     """The one all-reduce of a step: what all ranks tell each other; see `StepOutput.sync`."""
     here = run.backend.mesh.counts_rows
     sync = StepSync(
-        targets=here * window.counts["targets"],
+        targets=here * window.num_targets,
         computed=here * window.num_computed,
         rows=here * window.checksum,
         stop=float(run.shutdown.requested),

@@ -312,6 +312,25 @@ def test_tasks_of_trl(
     assert (recipe.preference and recipe.preference.model_dump(exclude_defaults=True)) == section
 
 
+def test_noise_and_smoothing(tmp_path: Path) -> None:
+    """Of which pairs know the first."""
+    keys = {"label_smoothing_factor": 0.1, "neftune_noise_alpha": 5}
+
+    def both(name: str, config: dict[str, Any]) -> tuple[tuple[Any, Any], str]:
+        (tmp_path / name).mkdir()
+        recipe, said = converted(tmp_path / name, config)
+        return (recipe.task.label_smoothing, recipe.model.neftune_alpha), said
+
+    found, said = both("texts", {**FACTORY, **keys})
+    assert found == (0.1, 5.0)
+    assert "label_smoothing_factor: evaluations here report the loss without it." in said
+    found, said = both("pairs", {**TRL, "beta": 0.2, **keys})
+    assert found == (None, 5.0)
+    assert "label_smoothing_factor: dpo learns answers, whose loss it does not change" in said
+    found, _ = both("none", {**FACTORY, "label_smoothing_factor": 0.0, "neftune_noise_alpha": None})
+    assert found == (None, None)
+
+
 def test_axolotl_of_pairs(tmp_path: Path) -> None:
     recipe, said = converted(tmp_path, AXOLOTL_DPO)
     talks, argilla = recipe.data.train
@@ -403,7 +422,7 @@ def test_a_deepspeed_file_is_read(tmp_path: Path) -> None:
 def test_what_is_not_known_is_listed(tmp_path: Path) -> None:
     more = {
         "brand_new": 3,
-        "neftune_noise_alpha": 5,
+        "use_galore": True,
         "optim": "muon",
         "weight_decay": "much",
         "dataloader_num_workers": 2,
@@ -411,7 +430,7 @@ def test_what_is_not_known_is_listed(tmp_path: Path) -> None:
     recipe, said = converted(tmp_path, {**TRL, **more, "weight_decay": 0.1})
     learned, others, unknown = said.split("\nNot ")[1:]
     assert "what is learned may differ" in learned
-    assert "neftune_noise_alpha: this method is not offered" in learned
+    assert "use_galore: this method is not offered" in learned
     assert "optim: muon has no counterpart in optim.name" in learned
     assert "dataloader_num_workers: the launch file or the run decides it" in others
     assert unknown.splitlines()[1:] == ["    brand_new: got 3"]

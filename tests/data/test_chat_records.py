@@ -400,7 +400,8 @@ def test_answers_that_are_not_to_be_learned(tmp_path: Path, off: dict[str, Any])
 @pytest.mark.parametrize(
     ("turn", "says"),
     [
-        ({"weight": 0.5}, "the weight is 0.5"),
+        ({"weight": -0.5}, "the weight is -0.5"),
+        ({"train": 0.5}, "the train is 0.5"),
         ({"loss": "yes"}, "the loss is 'yes'"),
         ({"weight": 1, "train": False}, "the weight is 1, the train is False"),
         (
@@ -424,7 +425,7 @@ def test_weights_that_cannot_be_applied_are_refused(tmp_path: Path, turn: dict[s
             {"train_on": "all"},
             "turn 1: this turn of role user is not to be learned",
         ),
-        (talk(USER, THOUGHT, weight=0.3), {}, "line 1: the weight is 0.3"),
+        (talk(USER, THOUGHT, weight="0.3"), {}, "line 1: the weight is '0.3'"),
         ({"prompt": "a", "completion": "b", "label": False}, {}, "`label` is false, which marks an answer"),
         (talk(USER, THOUGHT, chat_template_kwargs={"messages": []}), {}, "sets messages, which the template is given"),
         (talk(USER, THOUGHT, chat_template_kwargs="{"), {}, "'chat_template_kwargs' is not valid JSON"),

@@ -80,6 +80,25 @@ def test_losses_of_tokens_that_count_for_different_amounts(
         assert (tensor.grad.double() - exactly.grad).norm() < tolerance * exactly.grad.norm()
 
 
+@pytest.mark.parametrize("per_token", [False, True], ids=["", "tokens"])
+def test_labels_are_smoothed_over_the_vocabulary(per_token: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without all logits: loss and gradients are those of fp64."""
+    monkeypatch.setattr(chunked_loss, "rows_of_chunk", lambda tokens, vocabulary: 37)
+    hidden, weight, bias, targets = case()
+    compute = chunked_loss.token_losses if per_token else chunked_loss.loss_of
+    value = compute(hidden, weight, bias, targets, torch.float32, label_smoothing=0.2).sum()
+    value.backward()
+    given = [t.detach().double().requires_grad_() for t in (hidden, weight, bias)]
+    logits = given[0] @ given[1].T + given[2]
+    wanted = nn.functional.cross_entropy(logits, targets, reduction="sum", label_smoothing=0.2)
+    wanted.backward()
+    assert value.item() == pytest.approx(wanted.item(), rel=1e-6)
+    for tensor, exactly in zip((hidden, weight, bias), given, strict=True):
+        assert tensor.grad is not None
+        assert exactly.grad is not None
+        assert (tensor.grad.double() - exactly.grad).norm() < 1e-6 * exactly.grad.norm()
+
+
 @pytest.mark.parametrize("trained", [0, 1])
 def test_only_what_is_trained_gets_a_gradient(trained: int) -> None:
     given = list(case())

@@ -189,7 +189,7 @@ def test_what_terms_must_return_is_said(tmp_path: Path) -> None:
         flat.window(network, batch)
     uncounted = replace(task, terms=(Term("one", "pairs"),))
     with pytest.raises(RecipeError, match="'one' is divided by 'pairs', and its rows count targets, rows"):
-        check_counts(uncounted, data)
+        check_counts(uncounted, data.train, data.validation)
 
 
 @pytest.mark.parametrize("name", ["lr", "error", "with space", "loss"])

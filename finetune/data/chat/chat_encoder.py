@@ -93,9 +93,13 @@ class ChatEncoder:
         """
         for batch in batches:
             examples = [self.encode(item.text, item.document.where) for item in batch]
-            ids, masks, facts = zip(*examples, strict=True)
+            ids, masks, facts, weights = zip(*examples, strict=True)
             lengths = np.array([one.size for one in ids], np.uint32)
-            yield batch, Encoded(lengths, np.concatenate(ids), {"mask": np.concatenate(masks)}, facts=facts)
+            columns: dict[str, npt.NDArray[Any]] = {"mask": np.concatenate(masks)}
+            if any(one is not None for one in weights):
+                each = (np.ones(n, np.float32) if w is None else w for n, w in zip(lengths, weights, strict=True))
+                columns["weights"] = np.concatenate([*each])
+            yield batch, Encoded(lengths, np.concatenate(ids), columns, facts=facts)
 
     def encode(self, document: bytes, where: str) -> Example:
         """One conversation, or one document of plain text."""
@@ -148,15 +152,16 @@ class ChatEncoder:
                     f"{where}: the text {text[start:end]!r} becomes a special token whatever is done, because the "
                     "tokenizer's vocabulary holds it as a word. Remove it from the record.",
                 )
-        mask = np.full(tokens.size, self._section.train_on == "all")
+        weights = np.full(tokens.size, self._plain_weight(conversation), np.float32)
         shared = 0
         for number, spans in answered.items():
             for start, end in spans:
                 inside = (offsets[:, 0] < end) & (offsets[:, 1] > start)
-                mask[inside] = number in learned
+                weights[inside] = conversation.weights[number] if number in learned else 0
                 shared += int(inside.any() and offsets[inside.argmax(), 0] < start)
         if self._section.end_token == "add":
-            tokens, mask, offsets = self._add_ends(tokens, mask, offsets, [answered[n] for n in learned])
+            tokens, weights, offsets = self._add_ends(tokens, weights, offsets, [answered[n] for n in learned])
+        mask = weights > 0
         supervised = int(mask[1:].sum())  # the first token is never a target
         if not supervised:
             return left_out(Facts(unsupervised=1))
@@ -176,7 +181,16 @@ class ChatEncoder:
             tools_dropped=int("tools" in unwritten),
             unwritten=dict.fromkeys(sorted(unwritten - {"tools"}), 1),
         )
-        return Example(tokens, mask, _ended(facts, closing))
+        return Example(tokens, mask, _ended(facts, closing), weights if (weights[mask] != 1).any() else None)
+
+    def _plain_weight(self, conversation: Conversation) -> float:
+        """The factor of the losses of all tokens that are no answer's: of the record, if they are learned."""
+        others = (
+            weight
+            for message, weight in zip(conversation.messages, conversation.weights, strict=True)
+            if message["role"] != "assistant"
+        )
+        return max(others, default=1) if self._section.train_on == "all" else 0
 
     def _learned(self, conversation: Conversation, where: str) -> list[int]:
         """The numbers of the messages that are learned; with `all` of those that are answers."""
@@ -208,8 +222,13 @@ class ChatEncoder:
         chat, wanted = writing.chat, learned
         unwritten = self._check_unwritten(chat, writing.missing, learned, where)
         if self._section.train_on == "all":
-            # Only what is not learned has to be found, and what needs an end.
-            silent = [n for n, m in enumerate(chat.messages) if m["role"] == "assistant" and n not in learned]
+            # Only what is not learned as the rest is has to be found, and what needs an end.
+            plain = self._plain_weight(chat)
+            silent = [
+                n
+                for n, message in enumerate(chat.messages)
+                if message["role"] == "assistant" and (n not in learned or chat.weights[n] != plain)
+            ]
             wanted = sorted({*silent, *(learned if self._section.end_token == "add" else [])})
         raw = json.dumps([chat.messages, chat.tools], ensure_ascii=False)
         marks = special_token_text.marks_for(raw)
@@ -272,10 +291,10 @@ class ChatEncoder:
     def _add_ends(
         self,
         tokens: npt.NDArray[np.uint32],
-        mask: Mask,
+        weights: npt.NDArray[np.float32],
         offsets: npt.NDArray[np.int64],
         learned: Sequence[list[Span]],
-    ) -> tuple[npt.NDArray[np.uint32], Mask, npt.NDArray[np.int64]]:
+    ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.float32], npt.NDArray[np.int64]]:
         """Lets each learned answer end in a special token: the one behind it, or else the tokenizer's."""
         eos = self._tokenizer.eos_token_id
         if eos is None:
@@ -290,13 +309,13 @@ class ChatEncoder:
                 continue
             behind = int(inside[-1]) + 1
             if behind < tokens.size and int(tokens[behind]) in self._special:
-                mask[behind] = True
+                weights[behind] = weights[behind - 1]
             else:
                 places.append(behind)
         at = np.array(places, np.int64)
         ends = offsets[at - 1, 1]
         offsets = np.insert(offsets, at, np.stack([ends, ends], axis=1), axis=0)
-        return np.insert(tokens, at, eos), np.insert(mask, at, True), offsets
+        return np.insert(tokens, at, eos), np.insert(weights, at, weights[at - 1]), offsets
 
 
 def _without_oldest(conversation: Conversation) -> Iterator[Conversation]:
@@ -344,7 +363,8 @@ def cut_right(example: Example, room: int, special: Collection[int]) -> Example:
         answers_cut=lost,
     )
     last = int(ids[mask][-1])
-    return Example(ids, mask, _ended(facts, last if last in special else None) if lost else facts)
+    weights = None if example.weights is None else example.weights[:room]
+    return Example(ids, mask, _ended(facts, last if last in special else None) if lost else facts, weights)
 
 
 def _runs(mask: Mask) -> int:

@@ -26,10 +26,11 @@ class Rows(Protocol):
         """The number of targets that `loss_sum` sums over for these rows; must be known before the forward pass."""
 
     # Rows may also have `num_computed(rows)`: how many tokens the network computes, learned or not, without padding;
-    # and `counts(rows)`: by name how many there are of what terms count beside `targets`.
+    # and `counts(rows)`: by name how many there are of what terms count beside `targets`; and of `targets` the sum of
+    # weights, where a batch has `weights` that losses are multiplied by.
 
 
-def counts_of(rows: Rows, numbers: npt.NDArray[np.int64]) -> dict[str, int]:
+def counts_of(rows: Rows, numbers: npt.NDArray[np.int64]) -> dict[str, float]:
     """Returns by name how much some rows hold of what terms count."""
     others = getattr(rows, "counts", None)
     return {"targets": rows.num_targets(numbers), **(others(numbers) if others is not None else {})}
@@ -43,8 +44,10 @@ class Window:
     """The micro-batches, as tensors of the host. Each is read by the time that it is asked for, in order and once."""
     rows: list[npt.NDArray[np.int64]]
     """The numbers of each micro-batch's rows, (micro_size,)."""
-    counts: dict[str, int]
-    """How much they hold of what terms count: `targets`, and others by name."""
+    counts: dict[str, float]
+    """How much they hold of what terms count: `targets`, or the sum of their weights, and others by name."""
+    num_targets: int
+    """Targets, whatever their weights."""
     num_computed: int
     """Tokens that are computed, learned or not, without padding."""
     checksum: int
@@ -102,6 +105,7 @@ class TokenFileFeed:
             self._read(step, micro_batches),
             micro_batches,
             counts={name: sum(each[name] for each in counts) for name in counts[0]},
+            num_targets=sum(map(self.rows.num_targets, micro_batches)),
             num_computed=sum(map(num_computed, micro_batches)),
             checksum=sum(map(row_checksum, micro_batches)),
         )

@@ -1,8 +1,8 @@
 """Records of several formats to one: messages with `role` and `content`, as JSON, which is hashed and stored.
 
 Roles are `system`, `user`, `assistant` and `tool`. Beside its messages a conversation has a weight for each of
-them, 0 or 1, the tools that it may call, the number of the first message that is its completion, and variables of its
-own for the chat template.
+them, 0 or more, the tools that it may call, the number of the first message that is its completion, and variables of
+its own for the chat template.
 
 A key that holds null is the same as no key, in every format: Arrow (Parquet, `save_to_disk`) fills in each key that any
 other record has. In JSON that is given as a text, which Arrow leaves alone, null is null.
@@ -55,6 +55,8 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 _WEIGHTS = ("weight", "train", "training", "loss")
 # The same said in another way: in parts of a message, by degrees, or by one that is 0 where something is learned.
 _OTHER_WEIGHTS = ("train_detail", "training_detail", "loss_scale", "loss_weight", "loss_mask", "mask", "masked")
+MOST_WEIGHT = 1e6
+"""What a document or an answer counts at most."""
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 # Of preference data: whether an answer is a good one.
 _VERDICTS = ("label", "kto_tag")
@@ -101,7 +103,8 @@ class Conversation:
     """The content of one record."""
 
     messages: list[dict[str, Any]]
-    weights: list[int]
+    weights: list[float]
+    """Factors of the losses of answers; all others have that of the record, or 0."""
     tools: list[Any] | None
     completion: int
     """Number of the first message that answers the prompt."""
@@ -234,11 +237,11 @@ class RecordForm:
                     "a bad answer",
                     f"{where}: `{name}` is false, which marks an answer as a bad one. Leave such records out.",
                 )
-        if not _weight({"weight": record.get("weight", 1)}, where):
-            weights = [0] * len(weights)
         if system := self._text(record, "system", where):
             messages = [{"role": "system", "content": system}, *messages]
             weights, completion = [1, *weights], completion + 1
+        if (factor := _weight({"weight": record.get("weight", 1)}, where)) != 1:
+            weights = [weight * factor for weight in weights]
         variables = self._json(record, "chat_template_kwargs", dict, where) or {}
         if taken := [name for name in _RESERVED if name in variables]:
             raise InvalidConversation(
@@ -248,7 +251,7 @@ class RecordForm:
             )
         return Conversation(messages, weights, self._tools(record, where), completion, variables)
 
-    def _spoken(self, record: Mapping[str, Any], where: str) -> tuple[list[dict[str, Any]], list[int], int]:
+    def _spoken(self, record: Mapping[str, Any], where: str) -> tuple[list[dict[str, Any]], list[float], int]:
         """The turns of a record, their weights, and the number of the first that is the completion."""
         if "messages" in self._paths:
             turns = self._value(record, "messages", where)
@@ -278,8 +281,8 @@ class RecordForm:
         messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
         return messages, [1] * len(messages), len(messages) - 1
 
-    def _turns(self, turns: Iterable[Any], where: str) -> tuple[list[dict[str, Any]], list[int]]:
-        messages, weights = [], []
+    def _turns(self, turns: Iterable[Any], where: str) -> tuple[list[dict[str, Any]], list[float]]:
+        messages, weights = [], list[float]()
         who, what = ("from", "value") if self.detected == "sharegpt" else ("role", "content")
         who, what = self.fields.get("role", who), self.fields.get("content", what)
         known = {**ROLES, **self.roles}
@@ -475,20 +478,25 @@ def _refuse_media(place_of: Mapping[str, Any], place: str) -> None:
             )
 
 
-def _weight(said: Mapping[str, Any], place: str, *, role: str = "assistant") -> int:
-    """Returns 1 if a turn or a record is learned, and 0 if not."""
+def _weight(said: Mapping[str, Any], place: str, *, role: str = "assistant") -> float:
+    """Returns the factor of the losses of a turn or a record: 0 if it is not learned, and else 1 or what it says."""
     for key in _OTHER_WEIGHTS if role == "assistant" else ():
         if said.get(key) not in (None, [], ""):
             raise InvalidConversation(
                 "weight",
                 f"{place}: '{key}' says what of an answer is learned in a way that is not read. Write `weight: 1` for "
-                "one that is learned and `weight: 0` for one that is not, or remove it.",
+                "one that is learned, `weight: 0` for one that is not and another number for what it counts, or remove "
+                "it.",
             )
     given = {key: said[key] for key in _WEIGHTS if key in said}
-    if any(value not in (0, 1) for value in given.values()) or len(set(given.values())) > 1:
+    weighed = type(given.get("weight")) in (int, float) and 0 <= given["weight"] < MOST_WEIGHT and role == "assistant"
+    known = all(value in (0, 1) or (key == "weight" and weighed) for key, value in given.items())
+    if not known or len(set(given.values())) > 1:
         shown = ", ".join(f"the {key} is {value!r}" for key, value in given.items())
         raise InvalidConversation(
-            "weight", f"{place}: {shown}; a message or a record is learned (1, true) or not (0, false). Write one."
+            "weight",
+            f"{place}: {shown}; a message or a record is learned (1, true) or not (0, false), or the `weight` of a "
+            "record or an answer is what it counts, a number from 0 to a million. Write one.",
         )
     if role != "assistant" and any(given.get(key) for key in ("train", "training")):
         raise InvalidConversation(
@@ -496,7 +504,8 @@ def _weight(said: Mapping[str, Any], place: str, *, role: str = "assistant") -> 
             f"{place}: this turn of role {role} is to be learned, and single turns can be chosen among answers only. "
             "Remove the field; `chat.train_on: all` learns every turn.",
         )
-    return int(next(iter(given.values()), 1))
+    weight = next(iter(given.values()), 1)
+    return int(weight) if weight in (0, 1) else float(weight)
 
 
 def _check(conversation: Conversation, where: str) -> None:

@@ -75,6 +75,7 @@ class Corpus:
         taken += [self.fields.pair] if self.fields.pair is not None else []
         taken += list(self.fields.key)
         identity = {"content": self.content, "fields": taken, "weight": self.source.weight, "limit": self.source.limit}
+        identity |= {"weights": self.fields.weight} if self.fields.weight is not None else {}
         return {**identity, "classes": classes} if classes else identity
 
     def documents(self) -> Iterator[Document]:
@@ -302,6 +303,8 @@ def choose_texts(corpus: Corpus, rules: Rules, held_digests: npt.NDArray[np.uint
     for document in corpus.documents():
         if corpus.fields.form is not None and not document.text:
             continue  # broken, and counted where it was read
+        if not document.weight:
+            continue
         text = _normalised(document.text, rules)
         if document.pair is not None:
             both = [text, _normalised(document.pair, rules)]

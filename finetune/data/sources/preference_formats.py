@@ -30,6 +30,7 @@ FORMAT_VERSION = 1
 _EMPTY = "the answer is empty. Mend the record, or remove it."
 _DIFFER = "the answers are to different prompts, or to none. A pair is two answers to one prompt: mend the record."
 _LAST = "an answer ends with a turn of the assistant, and at least one of its turns is learned. Mend the record."
+_WEIGHED = "an answer counts 1, or turns of it 0. Remove other weights; `preference` has those of losses."
 
 Answer = str | list[dict[str, Any]]
 
@@ -57,7 +58,7 @@ class Preference:
     """By how much a reward model's scores are to differ."""
     score: list[float] | None = None
     """Scores of the chosen and of the rejected answer; a higher one is better."""
-    weights: dict[str, list[int]] | None = None
+    weights: dict[str, list[float]] | None = None
     """Weights of an answer's messages, 0 or 1, by its name; None if all are 1."""
     tools: list[Any] | None = None
     variables: dict[str, Any] | None = None
@@ -218,6 +219,7 @@ class PreferenceForm:
                 not last.get("tool_calls", last.get("content", "").strip()), "empty half", f"{places[name]}: {_EMPTY}"
             )
             _refuse(last["role"] != "assistant" or not any(weights[name]), "last turn", f"{places[name]}: {_LAST}")
+            _refuse(not {*weights[name]} <= {0, 1}, "weight", f"{places[name]}: {_WEIGHED}")
         more["weights"] = {name: given for name, given in weights.items() if not all(given)} or None
         return Preference(one.messages[:size], **halves, tools=one.tools, variables=one.variables or None, **more)
 

@@ -5,13 +5,13 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from finetune.config.recipe_paths import check_format
 from finetune.data.sources.column_names import as_overrides, guess_chat_fields, guess_field, unread_kind
-from finetune.data.sources.conversation_formats import InvalidConversation, RecordForm, kind_of
+from finetune.data.sources.conversation_formats import MOST_WEIGHT, InvalidConversation, RecordForm, kind_of
 from finetune.data.sources.streams import MAX_DOCUMENT_BYTES, MAX_RECORD_BYTES, JsonReader, Meter, json_items, lines
 from finetune.utils import json_files
 from finetune.utils.errors import DataError
@@ -45,6 +45,8 @@ class Document(NamedTuple):
     """An issue that its reader has seen: its kind, and an example."""
     record: Mapping[str, Any] | None = None
     """All fields of the record, where these were asked for."""
+    weight: float = 1.0
+    """Factor of its losses."""
 
 
 def read_text(
@@ -101,6 +103,8 @@ class Fields(NamedTuple):
     """Key of the recipe's source, such as `data.train.0`, for error messages; empty where it is not known."""
     keep: bool = False
     """True if documents keep their records."""
+    weight: str | None = None
+    """Field of the factor of a document's losses; None where all have 1."""
     takes_chat: bool = True
     """True if a `chat` section could make conversations of the records."""
 
@@ -112,7 +116,7 @@ class Fields(NamedTuple):
     @property
     def columns(self) -> list[str] | None:
         """The fields that are read; None for all."""
-        names = (self.text, self.pair, self.label)
+        names = (self.text, self.pair, self.label, self.weight)
         return None if self.form or self.keep else list(dict.fromkeys(name for name in names if name is not None))
 
 
@@ -146,14 +150,25 @@ def document_of(record: Any, fields: Fields, where: str) -> Document:
         return document_of(record, fields._replace(keep=False), where)._replace(record=kept)
     if fields.form is not None:
         return Document(fields.form.read(record, where), where)
-    if isinstance(record, str) and fields.label is fields.pair is None:
+    if isinstance(record, str) and fields.label is fields.pair is fields.weight is None:
         record = {fields.text: record}
     if not isinstance(record, Mapping):
         raise DataError(
             f"{where}: got {kind_of(record)}. Write each document as an object with a field '{fields.text}'."
         )
     require_fields(record, fields, where)
-    return fields.read(record, fields, where)
+    document = fields.read(record, fields, where)
+    return document if fields.weight is None else document._replace(weight=_weight_of(record[fields.weight], where))
+
+
+def _weight_of(value: Any, where: str) -> float:
+    with suppress(TypeError, ValueError):  # a number of a CSV is a text
+        if 0 <= (weight := float(value)) < MOST_WEIGHT:
+            return weight
+    raise DataError(
+        f"{where}: the weight is {value!r}, and what a document counts is a number from 0 to a million. Mend or remove "
+        "the record, or name another field as `weight_field`."
+    )
 
 
 def class_of(label: Any, fields: Fields, where: str) -> int | str:
@@ -247,7 +262,8 @@ def require_fields(present: Iterable[str], fields: Fields, where: str) -> None:
         or_chat = f", or give the recipe a `chat` section if these are conversations: 'chat={{}}' {mapping}".rstrip()
         if not fields.takes_chat:
             or_chat = "; if these are conversations, write each as one text: this task reads texts only"
-    for key, field in (("text_field", fields.text), ("pair_field", fields.pair), ("label_field", fields.label)):
+    wanted = {"text_field": fields.text, "pair_field": fields.pair, "label_field": fields.label}
+    for key, field in {**wanted, "weight_field": fields.weight}.items():
         if field is not None and field not in names:
             advice = f"Name one of them as the source's `{key}`"
             guess = guess_field(names, key, words=fields.by_word)

@@ -63,6 +63,8 @@ class Example(NamedTuple):
     """(N,): which tokens are targets."""
     facts: Facts
     """Counts of this one."""
+    weights: npt.NDArray[np.float32] | None = None
+    """(N,): factors of the tokens' losses; None where those that are learned have 1."""
 
 
 class Encoded(NamedTuple):

@@ -38,6 +38,8 @@ Arrays = dict[str, npt.NDArray[Any]]
 SHARD_BYTES = 1 << 25
 """Text that a killed build tokenises again at most."""
 
+WEIGHTS = "weights"
+"""The column of tokens' weights, which is there once some weight is neither 0 nor 1."""
 _COPY_TOKENS = 1 << 22
 # Columns of all kinds of documents; the digests and copies are those of the documents before any copy.
 _OF_ALL, _OF_FIRST_COPIES = {"lengths": "int64", "digests": "uint64", "copies": "uint32"}, ("digests", "copies")
@@ -143,6 +145,9 @@ def _columns(batch: Sequence[Chosen], encoded: Encoded, labels: dict[int | str |
     columns = {"tokens": encoded.numbers, "lengths": encoded.lengths, **encoded.columns}
     columns["digests"] = np.array([item.digest for item in batch], np.uint64)
     columns["copies"] = np.array([item.copies for item in batch], np.uint32)
+    weights = np.array([item.document.weight for item in batch], np.float32)
+    if (weights != 1).any():
+        columns[WEIGHTS] = np.repeat(weights, encoded.lengths)
     if encoded.words is not None:
         counts = np.array([len(of_words) for of_words in told])
         before = np.repeat(np.cumsum(counts) - counts, encoded.lengths)
@@ -215,6 +220,8 @@ class SplitWriter:
         """
         for facts in itertools.compress(encoded.facts, here):
             self.facts.add(facts)
+        if WEIGHTS in columns:
+            self._fill_weights()
         kept = here & (encoded.lengths > 0)
         self._empty += int(here.sum() - kept.sum())
         done = len(self._lengths) - self._first
@@ -223,12 +230,20 @@ class SplitWriter:
         for name, values in columns.items():
             self._files[name].append(values[of_tokens if name in self._of_tokens else kept])
 
+    def _fill_weights(self) -> None:
+        """Gives tokens that were written without a weight, where none had another, the weight 1."""
+        weights = self._files[WEIGHTS]
+        while missing := len(self._tokens) - len(weights):
+            weights.append(np.ones(min(missing, _COPY_TOKENS), np.float32))
+
     def repeat(self, form: RecordForm | None) -> None:
         """Appends the copies of the source's documents: a whole pass after the first, never side by side.
 
         Args:
             form: How its records were read, if they are conversations.
         """
+        if len(self._files.get(WEIGHTS, ())):
+            self._fill_weights()
         copies = self._files["copies"].view()[self._first_copy :]
         for number in range(1, int(copies.max(initial=1))):
             documents, offsets = self._first + np.flatnonzero(copies > number), self._offsets()

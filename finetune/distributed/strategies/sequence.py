@@ -68,8 +68,9 @@ def split(batch: Mapping[str, torch.Tensor], rows: RowGroup | None) -> Mapping[s
         batch: As `data.rows.kinds.documents` has it. Rows must divide into N parts.
 
     Returns:
-        `input_ids`, `targets` and `position_ids`, (B, T / N); positions are those of the whole row. `cu_seqlens`, where
-        documents begin in the whole batch, once a part: (N, D + 1). The batch itself where rows are not split.
+        `input_ids`, `targets`, `position_ids` and any `weights`, (B, T / N); positions are those of the whole row.
+        `cu_seqlens`, where documents begin in the whole batch, once a part: (N, D + 1). The batch itself where rows are
+        not split.
     """
     if rows is None or not rows.splits:
         return batch
@@ -82,6 +83,7 @@ def split(batch: Mapping[str, torch.Tensor], rows: RowGroup | None) -> Mapping[s
     if positions is None:
         positions = torch.arange(length, device=ids.device).expand(count, length)
     parts = {"input_ids": ids, "targets": batch["targets"], "position_ids": positions}
+    parts |= {"weights": batch["weights"]} if "weights" in batch else {}
     return {
         **{name: values.tensor_split(group.size, 1)[group.rank] for name, values in parts.items()},
         "cu_seqlens": cu_seqlens.expand(group.size, -1),

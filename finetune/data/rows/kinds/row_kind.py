@@ -73,8 +73,9 @@ class RowKind(RowFacts):
     """What is learned of each document, or what positions in the list of labels stand for."""
     targets: Callable[["TokenRows"], Int64s] = _absent
     """Targets of each row, (rows,), where they are not stored."""
-    counts: Callable[["TokenRows", Numbers], dict[str, int]] = lambda rows, numbers: {}
-    """What rows hold, beside targets, of what terms count."""
+    counts: Callable[["TokenRows", Numbers], Mapping[str, float]] = lambda rows, numbers: {}
+    """What rows hold, beside targets, of what terms count; and of `targets` the sum of their weights, if they have
+    some."""
     batch: Callable[["TokenRows", Numbers], Arrays] = _absent
     """Rows as arrays, given their numbers (B,); see the kind."""
     shapes: Callable[[Recipe], dict[str, tuple[int, ...]]] | None = None
@@ -100,6 +101,7 @@ class RowKind(RowFacts):
             read=self.read,
             by_word=self.labels == "tag",
             key=self.key,
+            weight=source.weight_field,
             takes_chat=not self.one_document,
             **options,
         )
@@ -137,8 +139,8 @@ class TokenRows:
         """Targets that `batch(rows)` holds, without reading it."""
         return int(self._targets[rows].sum())
 
-    def counts(self, rows: Numbers) -> dict[str, int]:
-        """What `batch(rows)` holds beside targets of what terms count, by name."""
+    def counts(self, rows: Numbers) -> Mapping[str, float]:
+        """What `batch(rows)` holds of what terms count, by name; see `RowKind.counts`."""
         return self.kind.counts(self, rows)
 
     def num_computed(self, rows: Numbers) -> int:
