@@ -217,7 +217,7 @@ def _smoothing(conversion: _Conversion, key: str, here: str, value: Any) -> Valu
 
 
 def _of_tokens(conversion: _Conversion, key: str, here: str, value: Any) -> Values:
-    task = conversion.found.get("task.name", "causal_lm")
+    task = conversion.found.get("task.name")
     if value and task in BUILT_IN and BUILT_IN[task].rows.judged:
         raise _NotCarried(f"{task} learns answers, whose loss it does not change")
     if value:

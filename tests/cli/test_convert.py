@@ -321,13 +321,13 @@ def test_noise_and_smoothing(tmp_path: Path) -> None:
         recipe, said = converted(tmp_path / name, config)
         return (recipe.task.label_smoothing, recipe.model.neftune_alpha), said
 
-    found, said = both("texts", {**FACTORY, **keys})
+    found, said = both("texts", {**TRL, **keys})
     assert found == (0.1, 5.0)
     assert "label_smoothing_factor: evaluations here report the loss without it." in said
     found, said = both("pairs", {**TRL, "beta": 0.2, **keys})
     assert found == (None, 5.0)
     assert "label_smoothing_factor: dpo learns answers, whose loss it does not change" in said
-    found, _ = both("none", {**FACTORY, "label_smoothing_factor": 0.0, "neftune_noise_alpha": None})
+    found, _ = both("none", {**TRL, "label_smoothing_factor": 0.0, "neftune_noise_alpha": None})
     assert found == (None, None)
 
 
@@ -465,10 +465,10 @@ def test_what_is_not_known_is_listed(tmp_path: Path) -> None:
                 "num_generations": 8,
                 "beta": 0.1,
                 "brand_new": 3,
-                "neftune_noise_alpha": 5,
+                "use_galore": True,
                 "dataloader_num_workers": 2,
             },
-            "may differ: neftune_noise_alpha: this method is not offered; Not carried over; files, figures, speed or "
+            "may differ: use_galore: this method is not offered; Not carried over; files, figures, speed or "
             "memory may differ: dataloader_num_workers: the launch file or the run decides it; Not in the table of the "
             "tool's keys: brand_new: got 3.",
         ),

@@ -338,6 +338,7 @@ PROMPTS = {"eval": {"prompts": [{"sample": 1}, {"sample": 3}], "metrics": ["f1"]
          'data.validation.0.path: "x"'),
         (PROMPTS, "eval.prompts.1.path=x", "eval.prompts.1.sample: 3"),
         (CLASSES, "task.class_weights=balanced", 'task.loss: "a:b"'),
+        (CLASSES, "task.label_smoothing=0.1", 'task.loss: "a:b"'),
         ({"model": {**WHOLE["model"], "freeze": ["a"]}}, "lora.rank=8", 'model.freeze: ["a"]'),
         ({"lora": {"rank": 8}}, "model.freeze=a", 'lora: {"rank": 8}'),
         ({"model": {**WHOLE["model"], "fp8": "emulated"}}, "lora=true", 'model.fp8: "emulated"'),
@@ -375,6 +376,7 @@ def test_every_group_of_exclusive_keys_is_replaced_by_an_override() -> None:
         ("EvalSection", ("every_steps", "per_epoch")),
         ("CheckpointSection", ("every_steps", "per_epoch")),
         ("Recipe", ("task.class_weights", "task.loss")),
+        ("Recipe", ("task.label_smoothing", "task.loss")),
         ("Recipe", ("model.freeze", "lora")),
         ("Recipe", ("model.fp8", "lora")),
     }
