@@ -32,17 +32,17 @@ SMOOTHING, ALPHA = 0.2, 5.0
 BOTH = {"task": {"label_smoothing": SMOOTHING}, "model": {"neftune_alpha": ALPHA}}
 
 
-def save_talks(folder: Path, *, weighed: bool = True) -> Path:
-    """Two answers each; of the weights one in three is 1."""
-    file = folder / f"talks_{weighed}.jsonl"
+def save_talks(folder: Path, scale: float | None = 1.0) -> Path:
+    """Two answers each; of the weights one in three is `scale`, and of None there are none."""
+    file = folder / f"talks_{scale}.jsonl"
     lines = []
     for number in range(60):
         turns: list[dict[str, Any]] = []
         for turn in range(2):
             turns.append({"role": "user", "content": f"Count {number} and {turn}."})
             answer = {"role": "assistant", "content": " ".join(map(str, range(number % 7 + turn + 1)))}
-            turns.append(answer | ({"weight": (0.5, 1, 3)[(number + turn) % 3]} if weighed else {}))
-        lines.append({"messages": turns, **({"weight": 0.25} if weighed and number % 4 == 0 else {})})
+            turns.append(answer | ({"weight": (0.5, 1, 3)[(number + turn) % 3]} if scale else {}))
+        lines.append({"messages": turns, **({"weight": scale * (1 if number % 4 else 0.25)} if scale else {})})
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return file
 
@@ -146,28 +146,30 @@ def plain_mean(network: Any, rows: Any, numbers: Any, smoothing: float, noise: A
     return total / divisor
 
 
-CASES: dict[str, tuple[dict[str, Any], bool]] = {
-    "smoothed": ({"task": BOTH["task"]}, False),
-    "weighed": ({}, True),
-    "noisy": ({"model": BOTH["model"]}, False),
-    "padded": ({**BOTH, "data": {"packing": "padded"}}, True),
-    "whole logits": ({**BOTH, "model": {**BOTH["model"], "loss": "plain"}}, True),
-    "adapted": ({**BOTH, "lora": {"rank": 4}}, True),
+CASES: dict[str, tuple[dict[str, Any], float | None]] = {
+    "smoothed": ({"task": BOTH["task"]}, None),
+    "weighed": ({}, 1.0),
+    # Of a whole batch, together less than 1.
+    "light": ({}, 1e-5),
+    "noisy": ({"model": BOTH["model"]}, None),
+    "padded": ({**BOTH, "data": {"packing": "padded"}}, 1.0),
+    "whole logits": ({**BOTH, "model": {**BOTH["model"], "loss": "plain"}}, 1.0),
+    "adapted": ({**BOTH, "lora": {"rank": 4}}, 1.0),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_path_is_that_of_a_plain_loop(case: str, tmp_path: Path) -> None:
     """Without chunks, packing or hooks; evaluations have weights, and neither of the others."""
-    sections, weighed = CASES[case]
-    tree = job(save_talks(tmp_path, weighed=weighed), **sections, output={"dir": str(tmp_path / "run")})
+    sections, scale = CASES[case]
+    tree = job(save_talks(tmp_path, scale), **sections, output={"dir": str(tmp_path / "run")})
     losses: list[float] = []
 
     def meddle(run: BuiltRun) -> None:
         network: Any = copy.deepcopy(unwrap(run.model))
         network.config._attn_implementation = "eager"
         rows: Any = run.data.train
-        assert ("weights" in rows.columns) == weighed
+        assert ("weights" in rows.columns) == (scale is not None)
         optimizer = torch.optim.SGD([p for p in network.parameters() if p.requires_grad], lr=0.02)
         noisy, width = run.recipe.model.neftune_alpha is not None, network.config.hidden_size
         for step in range(5):
@@ -250,10 +252,10 @@ def data_of(folder: Path, lines: list[dict[str, Any]], chat: Any = None, **sourc
 @pytest.mark.parametrize("packing", ["documents", "wrapped", "padded"])
 def test_documents_have_weights_of_a_field(packing: str, tmp_path: Path) -> None:
     """Those of 0 are left out; without another than 1 there are none."""
-    texts = [" ".join(["a word"] * (number % 5 + 1)) for number in range(400)]
-    weights = [0.5 * (number % 4) for number in range(400)]
-    # More than a batch of the encoder has 1 at first, which is written without weights.
-    weights[:300] = [1.0] * 300
+    texts = [" ".join(["a word"] * (number % 5 + 1)) for number in range(800)]
+    weights = [0.5 * (number % 4) for number in range(800)]
+    # More than a batch of the encoder has 1 at first and at last, which is written without weights.
+    weights[:300], weights[400:] = [1.0] * 300, [1.0] * 400
     lines = [
         {"text": f"{text} {n}", "own": weight} for n, (text, weight) in enumerate(zip(texts, weights, strict=True))
     ]
@@ -261,6 +263,7 @@ def test_documents_have_weights_of_a_field(packing: str, tmp_path: Path) -> None
     tree = base()
     source = {"path": str(tmp_path / "a.jsonl"), "weight_field": "own", "weight": 2.0}
     tree["data"] |= {"train": [source], "validation": [], "validation_fraction": 0.0, "packing": packing}
+    tree["data"]["cache_dir"] = str(tmp_path / "cache")
     rows = prepare_data(validate_recipe(tree, None, BUILT_IN), quiet=True).train
     assert rows is not None
     offsets, counted = rows.columns["offsets"], rows.columns["weights"]
