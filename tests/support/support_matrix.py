@@ -117,6 +117,8 @@ FEATURES = {
         {"task.name": "dpo"},
         {"data.packing": "documents", "data.train": [{"sample": 60}], "data.validation": [], "chat.template": "plain"},
     ),
+    "smoothing": Feature("label smoothing", {"task.label_smoothing": 0.1}),
+    "noise": Feature("NEFTune", {"model.neftune_alpha": 5.0}),
     "own_task": Feature("custom task", {"task.name": "own_task:mlp"}),
     "fp32": Feature("fp32", {"precision": "fp32"}),
     "bf16": Feature("bf16", {"precision": "bf16"}),
@@ -221,6 +223,9 @@ def _rows() -> Iterator[tuple[str, ...]]:
     preferred = "training/test_preferences.py::test_pairs_take_the_single_process_path[{}-%s]"
     yield preferred % "every", "ddp fsdp zero2 zero3 fsdp_tp", "preferences chat documents all AdamW fp32 evaluation"
     yield preferred % "adapted", "ddp fsdp zero3", "preferences chat documents lora AdamW fp32 evaluation"
+    smoothed = "training/test_weights_and_noise.py::test_every_backend_takes_the_single_process_path[{}]"
+    together = "smoothing noise chat documents all SGD fp32 evaluation accumulation"
+    yield smoothed, "single ddp fsdp zero3 sp fsdp_tp", together
     plain_loop = "training/test_preferences.py::test_the_path_is_that_of_a_plain_loop[sft]"
     yield plain_loop, "single", "preferences chat documents all AdamW fp32 evaluation"
     checkpointed = "ARCHITECTURES.llama_checkpointed"
