@@ -60,6 +60,7 @@ def job(file: Path, micro_size: int = 2, **sections: Any) -> dict[str, Any]:
         schedule={"name": "constant", "warmup_steps": 0},
         eval={"every_steps": 3, "micro_size": 3},
     )
+    tree["data"]["cache_dir"] = str(file.parent / "cache")
     return tree | {name: {**tree.get(name, {}), **values} for name, values in sections.items()}
 
 
