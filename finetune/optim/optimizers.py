@@ -301,7 +301,6 @@ class Muon(Optimizer):
         weight_decay: float = 0.1,
         momentum: float = 0.95,
         nesterov: bool = True,
-        ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315),
         ns_steps: int = 5,
         ns_dtype: str = "fp32",
         adjust_lr_fn: str = "match_rms_adamw",
@@ -311,10 +310,15 @@ class Muon(Optimizer):
         """`betas` and `eps` are AdamW's."""
         if ns_dtype not in ("fp32", "bf16") or adjust_lr_fn not in ("match_rms_adamw", "original"):
             raise ValueError("ns_dtype is fp32 or bf16, and adjust_lr_fn is match_rms_adamw or original")
-        of_matrices = {"momentum": momentum, "nesterov": nesterov, "adjust_lr_fn": adjust_lr_fn, "matrix": True}
-        newton_schulz = {"ns_coefficients": ns_coefficients, "ns_steps": ns_steps, "ns_dtype": ns_dtype}
+        of_matrices: dict[str, Any] = {
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "adjust_lr_fn": adjust_lr_fn,
+            "matrix": True,
+        }
+        of_matrices |= {"ns_steps": ns_steps, "ns_dtype": ns_dtype}
         of_others = {"betas": betas, "eps": eps, "weight_decay": weight_decay, "capturable": True}
-        super().__init__(params, {"lr": lr, **of_matrices, **newton_schulz, **of_others})
+        super().__init__(params, {"lr": lr, **of_matrices, **of_others})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -346,13 +350,12 @@ class Muon(Optimizer):
 
 def _orthogonalize(matrix: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
     """Returns a matrix with singular values near 1 in place of its own, by Newton and Schulz's iteration."""
-    a, b, c = group["ns_coefficients"]
     tall = matrix.shape[0] > matrix.shape[1]
     wide = (matrix.T if tall else matrix).to(DTYPES[group["ns_dtype"]])
     wide = wide / wide.norm().clamp(min=1e-7)
     for _ in range(group["ns_steps"]):
         gram = wide @ wide.T
-        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
+        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=-4.775, alpha=2.0315), wide, beta=3.4445)
     return (wide.T if tall else wide).to(matrix.dtype).contiguous()
 
 
@@ -402,7 +405,7 @@ class ScheduleFreeAdamW(Optimizer):
         for p, group in taken:
             w, g, lr, (beta1, beta2) = local(p), local(p.grad), group["lr"], group["betas"]
             state, nothing = self.state[p], torch.zeros((), device=w.device)
-            z, average = (local(state.setdefault(name, p.detach().clone())) for name in ("z", AVERAGE))
+            z, average = (_state(self, p, name, begins_as_weights=True) for name in ("z", AVERAGE))
             begun = state.setdefault("step", nothing.clone()).add_(go).clamp(min=1).double()
             weight = go * (begun ** group["r"] * lr ** group["weight_lr_power"]).float()
             share = weight / state.setdefault("weight_sum", nothing).add_(weight).clamp(min=1e-38)
@@ -465,11 +468,11 @@ def _where_scaled(p: nn.Parameter, one: torch.Tensor, other: torch.Tensor, ratio
     return torch.where((one > 0) & (other > 0), ratio, 1.0) if p.ndim > 1 else torch.ones_like(ratio)
 
 
-def _state(optimizer: Optimizer, p: nn.Parameter, name: str) -> torch.Tensor:
-    """Returns this rank's part of a state of a parameter, which begins with zeros."""
+def _state(optimizer: Optimizer, p: nn.Parameter, name: str, *, begins_as_weights: bool = False) -> torch.Tensor:
+    """Returns this rank's part of a state of a parameter, which begins with zeros, or as the parameter."""
     state = optimizer.state[p]
     if name not in state:
-        state[name] = torch.zeros_like(p)
+        state[name] = p.detach().clone() if begins_as_weights else torch.zeros_like(p)
     return local(state[name])
 
 

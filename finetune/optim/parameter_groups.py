@@ -56,7 +56,7 @@ def _lr_factors(network: nn.Module, optim: OptimSection) -> dict[int, float]:
     factors: dict[int, float] = defaultdict(lambda: 1.0)
     kind = type(network).__name__
     for name, parameter in network.named_parameters():
-        shape = getattr(parameter, "ds_shape", parameter.shape)  # DeepSpeed's, of one that is sharded
+        shape = getattr(parameter, "ds_shape", parameter.shape)  # sharded ones have the first
         if optim.lora_plus is not None and ("lora_B" in name or len(shape) == 1):
             factors[id(parameter)] *= optim.lora_plus
     if optim.layer_decay is not None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import Launcher, assert_same_path, read_lines
 from inside import Done, at_step, mlp, run_here, stop_after
 from own_task import Points
 from recipes_for_tests import ARCHITECTURES, adapted, base
@@ -239,8 +240,6 @@ def test_the_average_is_evaluated_and_written(name: str, done: Any, tmp_path: Pa
 
 
 def metrics_of(run: Done) -> list[dict[str, Any]]:
-    from harness import read_lines
-
     return read_lines(run.directory / "metrics.jsonl")
 
 
@@ -271,6 +270,24 @@ def test_the_best_average_is_written(tmp_path: Path) -> None:
     torch.testing.assert_close(run.weights, model, rtol=0, atol=0)
     (state,) = (load_file(file) for file in saved.glob("optimizer*.safetensors"))
     assert not torch.equal(state["parameter/0.weight"], model["0.weight"])
+
+
+FREE_RUN = base(
+    task={"name": "own_task:mlp"},
+    data={},
+    length={"steps": 6},
+    optim={**FREE, "args": {"eps": 1e-6}},
+    schedule=CONSTANT,
+)
+LAUNCHED_RUNS = {kind: {"free": FREE_RUN} for kind in ("single", "zero1", "zero2", "zero3")}
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.xdist_group(kind)) for kind in list(LAUNCHED_RUNS)[1:]]
+)
+def test_free_of_schedules_in_flat_buffers(launcher: Launcher, kind: str) -> None:
+    single, other = (launcher.many(name, LAUNCHED_RUNS[name])["free"] for name in ("single", kind))
+    assert_same_path(single, other, 1e-4)
 
 
 def test_a_resume_may_leave_the_average(done: Any, tmp_path: Path) -> None:
