@@ -272,14 +272,14 @@ def test_the_best_average_is_written(tmp_path: Path) -> None:
     assert not torch.equal(state["parameter/0.weight"], model["0.weight"])
 
 
-FREE_RUN = base(
-    task={"name": "own_task:mlp"},
-    data={},
-    length={"steps": 6},
-    optim={**FREE, "args": {"eps": 1e-6}},
-    schedule=CONSTANT,
-)
-LAUNCHED_RUNS = {kind: {"free": FREE_RUN} for kind in ("single", "zero1", "zero2", "zero3")}
+RUNS = {
+    "free": {
+        **base(length={"steps": 6}, optim={**FREE, "args": {"eps": 1e-6}}, schedule=CONSTANT),
+        "task": {"name": "own_task:mlp"},
+        "data": {},
+    }
+}
+LAUNCHED_RUNS = dict.fromkeys(("single", "zero1", "zero2", "zero3"), RUNS)
 
 
 @pytest.mark.parametrize(

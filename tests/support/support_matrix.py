@@ -261,7 +261,7 @@ def _rows() -> Iterator[tuple[str, ...]]:
     yield one_path, "single ddp fsdp hsdp", "own_optimizer own_task elsewhere"
     yield one_path, "single ddp fsdp hsdp", "free own_task elsewhere"
     flat_buffers = "optim/test_rates_and_averages.py::test_free_of_schedules_in_flat_buffers[{}]"
-    yield flat_buffers, "single zero1 zero2 zero3", "free own_task fp32", "FREE_RUN"
+    yield flat_buffers, "single zero1 zero2 zero3", "free own_task fp32", "RUNS.free"
     bits = f"{_OPTIMIZERS}a_stopped_run_of_these_goes_on_bit_for_bit"
     yield f"{bits}[lamb]", "single", "LAMB own_task resume"
     yield f"{bits}[rates]", "single", "own_optimizer own_task resume"
