@@ -15,6 +15,7 @@ from finetune.checkpoint.run_directory import RunDirectory
 from finetune.checkpoint.tensor_files import TensorReader
 from finetune.config.recipe_schema import Recipe
 from finetune.distributed.backend import Backend
+from finetune.distributed.state.weight_average import AVERAGE
 from finetune.utils.errors import CheckpointError, RecipeError
 from finetune.utils.quoting import to_stderr
 
@@ -75,10 +76,11 @@ class ResumePoint:
         """
         return not self.state["looked_at"] if self.state else last == 0
 
-    def restore(self, backend: Backend, network: nn.Module, optimizer: Any) -> None:
+    def restore(self, backend: Backend, network: nn.Module, optimizer: Any, *, evaluated: bool = False) -> None:
         """Fills a prepared network and its optimiser from the checkpoint, if there is one.
 
-        Every rank reads what it needs; nothing is gathered.
+        Every rank reads what it needs; nothing is gathered. `evaluated` fills in averages, if there are any, in place
+        of the weights that go on learning.
 
         Raises:
             CheckpointError: Naming the tensor that is missing, unexpected, or of another shape.
@@ -87,6 +89,10 @@ class ResumePoint:
         if store is None:
             return
         places: dict[str, dict[str, Any]] = self.state["tensors"]
+        averages = {key.replace(AVERAGE, "parameter", 1): key for key in places if key.startswith(f"{AVERAGE}/")}
+        if evaluated:
+            places = places | {key: places[average] for key, average in averages.items()}
+        dropped = () if backend.averages else averages.values()
         files: dict[str, TensorReader] = {}
 
         def load(key: str) -> torch.Tensor:
@@ -103,7 +109,7 @@ class ResumePoint:
             return tensor
 
         with self.held:
-            state = [key for key in places if not key.startswith(("frozen/", "buffer/"))]
+            state = [key for key in places if not key.startswith(("frozen/", "buffer/")) and key not in dropped]
             wanted = [key for key in state if self.keep_optimizer or key.startswith("parameter/")]
             backend.write_state(network, optimizer, wanted, load)
             for name, buffer in network.named_buffers():

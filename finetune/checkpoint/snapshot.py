@@ -6,7 +6,7 @@ import math
 import zlib
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,9 @@ from finetune.checkpoint.integrity import Files, NewFile
 from finetune.checkpoint.tensor_files import TensorFile, file_order
 from finetune.distributed.backend import Backend
 from finetune.distributed.state import tensor_shards
+from finetune.distributed.state.state_transfer import PARAMETER
 from finetune.distributed.state.tensor_shards import Block
+from finetune.distributed.state.weight_average import AVERAGE
 
 
 @dataclass(frozen=True)
@@ -74,17 +76,21 @@ class Snapshot:
         old = {entry.key: entry.copy for entry in self._entries}
         self._entries = []
         blocks: dict[str, tuple[Block, ...]] = {}
+        averaged: set[str] = set()
         rest = backend.read_rest(network) if self._adapter_keys is None else ()
         for key, piece in itertools.chain(backend.read_state(network, optimizer), rest):
             if piece.ranks:
                 blocks[key] = piece.blocks
-            owner = self._owners.get(key.partition("/")[2], 0)
+            kind, _, name = key.partition("/")
+            averaged |= {name} if kind == AVERAGE else set()
+            owner = self._owners.get(name, 0)
             if owner in piece.ranks or (not piece.ranks and owner == backend.rank):
                 tensor, copy = piece.local, old.get(key)
                 if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
                     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
                 copy.copy_(tensor, non_blocking=True)
-                self._entries.append(_Entry(key, owner, self._place(key, owner), piece.shape, copy, piece.ranks))
+                self._entries.append(_Entry(key, owner, ("", ""), piece.shape, copy, piece.ranks))
+        self._entries = [replace(e, place=self._place(e.key, e.owner, averaged)) for e in self._entries]
         if blocks:
             self._agree(blocks)
         if backend.device.type == "cuda":
@@ -138,11 +144,14 @@ class Snapshot:
         tensors = {e.key: {"file": e.place[0], "name": e.place[1], "shape": list(e.shape)} for e in own}
         return {"files": files, "tensors": tensors}
 
-    def _place(self, key: str, owner: int) -> tuple[str, str]:
+    def _place(self, key: str, owner: int, averaged: Collection[str]) -> tuple[str, str]:
         kind, _, name = key.partition("/")
+        # Averages are the model that others open, and lie there in place of the weights that go on learning.
+        if name in averaged and kind in (AVERAGE, PARAMETER):
+            kind = PARAMETER if kind == AVERAGE else "learning"
         used = sorted({0, *self._owners.values()})
         number = f"-{used.index(owner) + 1:05d}-of-{len(used):05d}" if len(used) > 1 else ""
-        if kind not in ("parameter", "frozen", "buffer"):
+        if kind not in (PARAMETER, "frozen", "buffer"):
             return f"optimizer{number}.safetensors", key
         if self._adapter_keys is not None:
             return "model/adapter_model.safetensors", self._adapter_keys[name]

@@ -649,7 +649,7 @@ def _check_launch(recipe: Recipe, name: str, devices: int) -> None:
     if launch.cuts_state:
         from finetune.optim.optimizers import check_optimizer  # imports torch
 
-        check_optimizer(recipe.optim, cut=True, flat=launch.flattens)
+        check_optimizer(recipe.optim, launch)
 
 
 def _read_config(file: Path) -> Values:

@@ -635,9 +635,9 @@ class OptimSection(Section):
     short_for = "name"
 
     name: PathText = "AdamW"
-    """A class of `torch.optim`; `LARS` or `LAMB`; one of `bitsandbytes.optim` (`AdamW8bit`, `PagedAdamW`,
-    `PagedAdamW8bit`, ...: on one process or under DDP, paged ones on a GPU); or your own as `package.module:Class` or
-    `file.py:Class`. AdamW runs fused."""
+    """A class of `torch.optim`; `LARS`, `LAMB`, `Muon`, `ScheduleFreeAdamW`; one of `bitsandbytes.optim` (`AdamW8bit`,
+    `PagedAdamW`, `PagedAdamW8bit`, ...: on one process or under DDP, paged ones on a GPU); or your own as
+    `package.module:Class` or `file.py:Class`. AdamW runs fused."""
     lr: Annotated[PositiveFloat, "rate"] = 3e-4
     """Peak learning rate; if `reference_batch` is given, for a global batch of that size."""
     weight_decay: Annotated[NonNegativeFloat, "share of the rate"] = 0.1
@@ -653,6 +653,25 @@ class OptimSection(Section):
     al. 2017)."""
     reference_batch: Annotated[PositiveInt | None, "rows"] = None
     """Global batch, in rows, for which `lr` was found."""
+    lora_plus: Annotated[PositiveFloat | None, "factor"] = None
+    """LoRA+ (Hayou et al. 2024): the matrices `B` of adapters learn with `lr` times this, such as 16, as do trained
+    tensors of one dimension."""
+    layer_decay: Annotated[float | None, Field(gt=0.0, le=1.0), "factor a layer"] = None
+    """Layer l of L learns with `lr` x `layer_decay`^(L + 1 - l), embeddings with l = 0, all else (the head, the last
+    norm) with `lr`, as in BEiT (Bao et al. 2022)."""
+    lr_factors: Annotated[dict[str, PositiveFloat], "factors"] = Field(default_factory=dict)
+    """What rates of single modules are times `lr`, by names or last parts of names: `{lm_head: 10, embed_tokens:
+    0.1}`."""
+    ema_decay: Annotated[float | None, Field(gt=0.0, lt=1.0), "factor a step"] = None
+    """Evaluate and write an exponential moving average of the weights: average = `ema_decay` x average + (1 -
+    `ema_decay`) x weights, such as 0.999. The weights themselves go on learning as ever."""
+    ema_every_steps: Annotated[PositiveInt, "optimiser steps"] = 1
+    """Steps between two weights that are averaged."""
+
+    @property
+    def averages(self) -> bool:
+        """True if the optimiser's state has averages of the weights, which are evaluated and written."""
+        return self.ema_decay is not None or self.name == "ScheduleFreeAdamW"
 
     @field_validator("args")
     @classmethod
@@ -662,6 +681,14 @@ class OptimSection(Section):
                 other = "the model gives them" if name == "params" else f"give it as `optim.{name}`"
                 raise ValueError(f"`{name}` is no argument to give here: {other}")
         return value
+
+    @model_validator(mode="after")
+    def _one_average(self) -> Self:
+        if self.ema_decay is not None and self.name == "ScheduleFreeAdamW":
+            raise ValueError("`ema_decay`: ScheduleFreeAdamW keeps an average of its own. Remove one of both")
+        if self.ema_every_steps != 1 and self.ema_decay is None:
+            raise ValueError("`ema_every_steps` needs `ema_decay`, such as 0.999")
+        return self
 
     @model_validator(mode="after")
     def _scaling_has_reference(self) -> Self:
@@ -750,6 +777,21 @@ class Recipe(Section):
     def _left_out(cls, value: Any, info: ValidationInfo) -> Any:
         """Takes `null` for left out: these two sections do nothing unless they have a key."""
         return cls.model_fields[str(info.field_name)].default if value is None else value
+
+    @model_validator(mode="after")
+    def _free_of_schedules(self) -> Self:
+        if self.optim.name == "ScheduleFreeAdamW" and self.schedule.name != "constant":
+            raise ValueError(
+                f"schedule.name: ScheduleFreeAdamW averages in place of a decay, got {self.schedule.name}. Set it to "
+                "constant; a warm-up may stay"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _lora_plus_has_adapters(self) -> Self:
+        if self.optim.lora_plus is not None and self.lora is None:
+            raise ValueError("optim.lora_plus: it is for adapters. Add a `lora` section, or leave it out")
+        return self
 
     @model_validator(mode="after")
     def _quantised_is_frozen(self) -> Self:

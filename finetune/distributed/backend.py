@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from finetune.distributed.rendezvous_names import attempt_name
 from finetune.distributed.split_parameters import UNSPLIT, Splits
 from finetune.distributed.state import state_transfer, tensor_shards
 from finetune.distributed.state.tensor_shards import Shard
+from finetune.distributed.state.weight_average import averages_in_place
 from finetune.distributed.strategies import tensor
 from finetune.distributed.strategies.strategy import TIMEOUT, Strategy, strategy_of
 from finetune.distributed.verify_launch import RuntimeReport
@@ -59,6 +61,8 @@ class Backend:
     """Weights of the prepared model, each packed one counted."""
     num_trained: int = 0
     """Trained weights among them."""
+    averages: bool = False
+    """True if the optimiser's state has averages of the weights, which are evaluated and written in their place."""
     unverified: bool = True
     """True until the gradients of a first step have been checked."""
 
@@ -79,7 +83,8 @@ class Backend:
                 "`accelerate launch`, without `use_cpu` and without ACCELERATE_USE_CPU."
             )
         mesh = Mesh.of_launch(asked, accelerator.process_index, accelerator.device.type, TIMEOUT)
-        return cls(accelerator, asked, strategy, mesh, settled.precision, settled.accumulation, reduce_dtype)
+        accumulation, averages = settled.accumulation, recipe.optim.averages
+        return cls(accelerator, asked, strategy, mesh, settled.precision, accumulation, reduce_dtype, averages=averages)
 
     @property
     def device(self) -> torch.device:
@@ -326,6 +331,18 @@ class Backend:
         """Writes what `read_state` gave into a freshly prepared model and optimiser."""
         self._reshard()
         self.strategy.write_state(self, network, optimizer, keys, load)
+
+    def each_master(self, network: nn.Module, change: Callable[[Any, dict[str, Any]], None], changes: bool) -> None:
+        """Calls `change` with each tensor that the optimiser steps; see `weight_average.EachMaster`."""
+        self._reshard()
+        self.strategy.each_master(network, self.optimizer, change, changes)
+
+    def evaluated_weights(self, network: nn.Module) -> AbstractContextManager[None]:
+        """Returns the context of evaluating and writing the network: it holds averages, if there are any.
+
+        Every rank must enter it.
+        """
+        return averages_in_place(partial(self.each_master, network)) if self.averages else nullcontext()
 
     def scaler_state(self) -> dict[str, float | int] | None:
         """Returns the loss scale and how long it has held; None where the loss is not scaled."""

@@ -1,6 +1,8 @@
-"""Optimisers by name, their parameter groups, and which of them a launch can run."""
+"""Optimisers by name, LARS, LAMB and Muon among them, and which of them a launch can run."""
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -10,8 +12,12 @@ from torch.optim import Optimizer
 
 from finetune.config.recipe import hint
 from finetune.config.recipe_schema import OptimSection, Recipe
-from finetune.distributed.parameter_info import local
+from finetune.distributed.launch.launch_config import Launch
+from finetune.distributed.parameter_info import DTYPES, local
+from finetune.distributed.state.tensor_shards import part_of, shard_of
+from finetune.distributed.state.weight_average import AVERAGE
 from finetune.optim.lr_schedule import peak_lr
+from finetune.optim.parameter_groups import parameter_groups
 from finetune.utils.compat.library_versions import require_installed
 from finetune.utils.errors import RecipeError
 from finetune.utils.import_object import import_object
@@ -31,10 +37,12 @@ def build_optimizer(model: nn.Module, recipe: Recipe, *, whole: bool = False) ->
     Raises:
         RecipeError: If there is no such optimiser, or it refuses its arguments.
     """
-    groups = parameter_groups(model, recipe.optim.weight_decay)
+    groups, peak = parameter_groups(model, recipe.optim), peak_lr(recipe)
     if not groups:
         raise RecipeError("The model has no trainable parameters: everything is frozen.")
-    arguments = _arguments(recipe.optim, peak_lr(recipe))
+    for group in groups:
+        group["lr"] = peak * group.pop("lr_factor")
+    arguments = _arguments(recipe.optim, peak)
     if whole and recipe.optim.name == "SGD" and "foreach" not in arguments:
         arguments.setdefault("fused", True)
     optimizer = _made(recipe.optim, groups, arguments)
@@ -43,51 +51,21 @@ def build_optimizer(model: nn.Module, recipe: Recipe, *, whole: bool = False) ->
     return optimizer
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Trainable parameters in two groups: decayed, and not (norms, biases, embeddings, DoRA's lengths).
-
-    Without decay in one: backends that cut an optimiser's state send each group for itself.
-
-    Decided by the module that owns a parameter, not by its name or shape, both of which backends change.
-    A weight that an embedding shares with the head counts as an embedding.
-    """
-    plain: dict[int, nn.Parameter] = {}
-    decayed: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        kind = type(module).__name__.lower()
-        # DoRA's columns have the lengths of pretrained ones: decay would pull them to 0 instead of there.
-        spared = isinstance(module, nn.Embedding) or "norm" in kind or kind.startswith("dora")
-        for name, parameter in module.named_parameters(recurse=False):
-            if parameter.requires_grad:
-                (plain if spared or name.endswith("bias") else decayed)[id(parameter)] = parameter
-    decayed = {key: p for key, p in decayed.items() if key not in plain}
-    if not weight_decay:
-        plain, decayed = {**decayed, **plain}, {}
-    groups = [
-        {"params": list(decayed.values()), "weight_decay": weight_decay},
-        {"params": list(plain.values()), "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
-
-
-def check_optimizer(optim: OptimSection, *, cut: bool, flat: bool) -> None:
+def check_optimizer(optim: OptimSection, launch: Launch) -> None:
     """Refuses an optimiser that cannot run here, before anything is read.
-
-    Args:
-        cut: True if the launch cuts tensors or their state among ranks.
-        flat: True if what is cut loses its shape as well: parts are vectors.
 
     Raises:
         RecipeError: If there is no such optimiser, or it cannot run here.
     """
+    cut, flat = launch.cuts_state, launch.flattens
     name, fused, optimizer_class = optim.name, bool(optim.args.get("fused")), _find(optim.name)
-    launch = "on one process or with accelerate_configs/ddp.yaml"
+    alone_or_ddp = "on one process or with accelerate_configs/ddp.yaml"
     if optimizer_class.__module__.startswith("bitsandbytes"):
         if cut:
             raise RecipeError(
                 f"optim.name: {name} of bitsandbytes keeps its state in blocks of whole tensors, which this launch "
                 "cuts among processes: on another number of them the blocks would be others. Take AdamW, or launch "
-                f"{launch}."
+                f"{alone_or_ddp}."
             )
         if name.startswith("Paged") and not torch.cuda.is_available():
             same = name.removeprefix("Paged").removesuffix("32bit")
@@ -102,21 +80,25 @@ def check_optimizer(optim: OptimSection, *, cut: bool, flat: bool) -> None:
     alone = optimizer_class in (getattr(torch.optim, known) for known in ELEMENTWISE) or (
         not getattr(optimizer_class, "needs_whole_tensors", False) and _trials_agree(optim)
     )
-    if not cut or (not flat and getattr(optimizer_class, "reads_dtensors", False)):
+    # What ranks that share layers have of a matrix is no DTensor.
+    reads = getattr(optimizer_class, "reads_dtensors", False) and not flat and launch.tensor == 1
+    if not cut or reads:
         return
     if not alone:
-        others = "AdamW" if flat else "AdamW (or LARS or LAMB, which add norms up over processes)"
+        others = "AdamW"
+        if not flat and launch.tensor == 1:
+            others = "AdamW (or LARS, LAMB or Muon, which read whole tensors over processes)"
         raise RecipeError(
             f"optim.name: the update of {name} depends on whole tensors (their norms, rows or matrices), which this "
             "launch cuts among processes: each would compute another update of its part than one process does. "
-            f"Launch {launch}, which keep tensors whole, or take an optimiser that treats each element alone, such as "
-            f"{others}."
+            f"Launch {alone_or_ddp}, which keep tensors whole, or take an optimiser that treats each element alone, "
+            f"such as {others}."
         )
     if not flat and (name == "Rprop" or (fused and name in ("SGD", "Adagrad"))):
         kernel = "args.fused: the fused kernel of" if fused else "name:"
         raise RecipeError(
             f"optim.{kernel} {name} cannot work on tensors that are sharded, as they are under this launch. Launch "
-            f"{launch}, which keep tensors whole, or {'leave args.fused out' if fused else 'take AdamW'}."
+            f"{alone_or_ddp}, which keep tensors whole, or {'leave args.fused out' if fused else 'take AdamW'}."
         )
 
 
@@ -149,13 +131,24 @@ def _trial(optim: OptimSection, cut_to: slice) -> torch.Tensor:
     )
 
 
-def state_bytes(optim: OptimSection) -> float:
-    """Returns the bytes of state that the optimiser keeps for an element of a parameter, as a step on a trial shows."""
-    trial = nn.Parameter(torch.zeros(64, 256))
-    optimizer = _made(optim, [{"params": [trial]}], _arguments(optim, optim.lr))
-    _step(optim, optimizer, [trial], [torch.zeros_like(trial)])
-    state = [value for value in optimizer.state[trial].values() if isinstance(value, torch.Tensor) and value.ndim]
-    return sum(value.nbytes for value in state) / trial.numel()
+def state_bytes(optim: OptimSection, groups: Iterable[dict[str, Any]] = ({"params": ()},)) -> float:
+    """Returns the bytes of state that the optimiser keeps for an element of a parameter, as a step on a trial shows.
+
+    Muon keeps less of matrices than of others: then it is the average over all elements of `groups`. Averages of
+    weights are counted.
+    """
+    sizes: Counter[bool] = Counter()
+    for group in groups:
+        elements = sum(int(getattr(p, "ds_numel", p.numel())) for p in group["params"])
+        sizes[group.get("matrix", True)] += max(1, elements)
+    total = 0.0 if optim.ema_decay is None else 4.0 * sizes.total()
+    for matrix, elements in sizes.items():
+        trial = nn.Parameter(torch.zeros(64, 256))
+        optimizer = _made(optim, [{"params": [trial], "matrix": matrix}], _arguments(optim, optim.lr))
+        _step(optim, optimizer, [trial], [torch.zeros_like(trial)])
+        state = [value for value in optimizer.state[trial].values() if isinstance(value, torch.Tensor) and value.ndim]
+        total += elements * sum(value.nbytes for value in state) / trial.numel()
+    return total / sizes.total()
 
 
 def _made(optim: OptimSection, parameters: Any, arguments: dict[str, Any]) -> Optimizer:
@@ -189,7 +182,7 @@ def _find(name: str) -> Callable[..., Optimizer]:
     if ":" in name:
         optimizer_class = import_object(name, "optim.name")
     else:
-        optimizer_class = getattr(torch.optim, name, None) or _OWN.get(name) or _of_bitsandbytes().get(name)
+        optimizer_class = _OWN.get(name) or getattr(torch.optim, name, None) or _of_bitsandbytes().get(name)
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         if "8bit" in name or name.startswith("Paged"):
             require_installed("bitsandbytes", f"optim.name {name}")
@@ -283,17 +276,144 @@ class LAMB(Optimizer):
         """Takes a step. There is no closure."""
         go, taken = _open_step(self)
         for p, group in taken:
-            w, g, (beta1, beta2) = local(p), local(p.grad), group["betas"]
-            first, second = _state(self, p, "exp_avg"), _state(self, p, "exp_avg_sq")
-            count = self.state[p].setdefault("step", torch.zeros((), device=w.device)).add_(go)
-            first.lerp_(g, (1 - beta1) * go)
-            second.lerp_(g.square(), (1 - beta2) * go)
-            # At least 1: a first step that is skipped would divide by 0. In fp32, 1 - beta would lose four digits.
-            begun = count.clamp(min=1).double()
-            root = (second / (1 - beta2**begun)).sqrt_().add_(group["eps"])
-            g.copy_(first).div_(1 - beta1**begun).div_(root).add_(w, alpha=group["weight_decay"])
+            _make_adamw_update(self, p, group, go)
         for (p, group), (weight, update) in zip(taken, _norms([p for p, _ in taken]), strict=True):
             local(p).sub_(local(p.grad) * (go * group["lr"] * _where_scaled(p, weight, update, weight / update)))
+
+
+class Muon(Optimizer):
+    """Orthogonalised momentum for matrices of layers; AdamW for all other parameters.
+
+    A matrix that is sharded is gathered once its momentum is added up, one at a time. Each rank orthogonalises all of
+    it, and takes its own rows.
+
+    Source: Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon/), and torch.optim.Muon, whose arguments these
+    are; Liu et al. 2025 (https://arxiv.org/abs/2502.16982), section 2.2, for `match_rms_adamw`.
+    """
+
+    reads_dtensors = True
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        ns_dtype: str = "fp32",
+        adjust_lr_fn: str = "match_rms_adamw",
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+    ) -> None:
+        """`betas` and `eps` are AdamW's."""
+        if ns_dtype not in ("fp32", "bf16") or adjust_lr_fn not in ("match_rms_adamw", "original"):
+            raise ValueError("ns_dtype is fp32 or bf16, and adjust_lr_fn is match_rms_adamw or original")
+        of_matrices: dict[str, Any] = {
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "adjust_lr_fn": adjust_lr_fn,
+            "matrix": True,
+        }
+        of_matrices |= {"ns_steps": ns_steps, "ns_dtype": ns_dtype}
+        of_others = {"betas": betas, "eps": eps, "weight_decay": weight_decay, "capturable": True}
+        super().__init__(params, {"lr": lr, **of_matrices, **of_others})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Takes a step. There is no closure."""
+        go, taken = _open_step(self)
+        for p, group in taken:
+            if group["matrix"] and p.ndim == 2:
+                self._make_update(p, group, go)
+            else:
+                _make_adamw_update(self, p, group, go)
+            local(p).sub_(local(p.grad) * (go * group["lr"]))
+
+    def _make_update(self, p: Any, group: dict[str, Any], go: torch.Tensor) -> None:
+        """Writes a matrix's update, before it is multiplied with the rate, in place of its gradient."""
+        g, velocity = local(p.grad), _state(self, p, "momentum_buffer")
+        velocity.lerp_(g, (1 - group["momentum"]) * go)
+        if group["nesterov"]:
+            g.lerp_(velocity, group["momentum"])
+        else:
+            g.copy_(velocity)
+        shard = shard_of(p.grad, None, None)
+        rows, columns = p.shape
+        scale = 0.2 * math.sqrt(max(rows, columns))
+        if group["adjust_lr_fn"] == "original":
+            scale = math.sqrt(max(1, rows / columns))
+        whole = _orthogonalize(shard.gather(), group) * scale
+        g.copy_(part_of(whole, shard).view_as(g)).add_(local(p), alpha=group["weight_decay"])
+
+
+def _orthogonalize(matrix: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+    """Returns a matrix with singular values near 1 in place of its own, by Newton and Schulz's iteration."""
+    tall = matrix.shape[0] > matrix.shape[1]
+    wide = (matrix.T if tall else matrix).to(DTYPES[group["ns_dtype"]])
+    wide = wide / wide.norm().clamp(min=1e-7)
+    for _ in range(group["ns_steps"]):
+        gram = wide @ wide.T
+        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=-4.775, alpha=2.0315), wide, beta=3.4445)
+    return (wide.T if tall else wide).to(matrix.dtype).contiguous()
+
+
+def _make_adamw_update(optimizer: Optimizer, p: Any, group: dict[str, Any], go: torch.Tensor) -> None:
+    """Writes AdamW's update, with weight decay and before it is multiplied with the rate, in place of a gradient."""
+    w, g, (beta1, beta2) = local(p), local(p.grad), group["betas"]
+    first, second = _state(optimizer, p, "exp_avg"), _state(optimizer, p, "exp_avg_sq")
+    count = optimizer.state[p].setdefault("step", torch.zeros((), device=w.device)).add_(go)
+    first.lerp_(g, (1 - beta1) * go)
+    second.lerp_(g.square(), (1 - beta2) * go)
+    # At least 1: a first step that is skipped would divide by 0. In fp32, 1 - beta would lose four digits.
+    begun = count.clamp(min=1).double()
+    root = (second / (1 - beta2**begun)).sqrt_().add_(group["eps"])
+    g.copy_(first).div_(1 - beta1**begun).div_(root).add_(w, alpha=group["weight_decay"])
+
+
+class ScheduleFreeAdamW(Optimizer):
+    """AdamW without a decay of its rate: gradients are taken between its own path `z` and the average of that.
+
+    A parameter is y = (1 - beta1) z + beta1 x, with x, the state `average`, the mean of all z, each weighted by
+    step^r x lr^weight_lr_power. x is what is evaluated and written. The reference keeps y and z alone, and changes y to
+    x and back by rounding; with x kept an evaluation changes no bit of y, for 4 more bytes an element.
+
+    Source: Defazio et al. 2024 (https://arxiv.org/abs/2405.15682), algorithm 1, and its reference AdamWScheduleFree.
+    """
+
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 2.5e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        r: float = 0.0,
+        weight_lr_power: float = 2.0,
+    ) -> None:
+        weights = {"r": r, "weight_lr_power": weight_lr_power}
+        more = {"eps": eps, "weight_decay": weight_decay, "capturable": True}
+        super().__init__(params, {"lr": lr, "betas": betas, **more, **weights})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Takes a step. There is no closure."""
+        go, taken = _open_step(self)
+        for p, group in taken:
+            w, g, lr, (beta1, beta2) = local(p), local(p.grad), group["lr"], group["betas"]
+            state, nothing = self.state[p], torch.zeros((), device=w.device)
+            z, average = (_state(self, p, name, begins_as_weights=True) for name in ("z", AVERAGE))
+            begun = state.setdefault("step", nothing.clone()).add_(go).clamp(min=1).double()
+            weight = go * (begun ** group["r"] * lr ** group["weight_lr_power"]).float()
+            share = weight / state.setdefault("weight_sum", nothing).add_(weight).clamp(min=1e-38)
+            second = _state(self, p, "exp_avg_sq").lerp_(g.square(), (1 - beta2) * go)
+            g.div_((second / (1 - beta2**begun)).sqrt_().add_(group["eps"])).add_(w, alpha=group["weight_decay"])
+            z.sub_(g * (go * lr))
+            average.lerp_(z, share)
+            w.copy_(z.lerp(average, beta1))
 
 
 def _open_step(optimizer: Optimizer) -> tuple[torch.Tensor, list[tuple[Any, dict[str, Any]]]]:
@@ -348,12 +468,12 @@ def _where_scaled(p: nn.Parameter, one: torch.Tensor, other: torch.Tensor, ratio
     return torch.where((one > 0) & (other > 0), ratio, 1.0) if p.ndim > 1 else torch.ones_like(ratio)
 
 
-def _state(optimizer: Optimizer, p: nn.Parameter, name: str) -> torch.Tensor:
-    """Returns this rank's part of a state of a parameter, which begins with zeros."""
+def _state(optimizer: Optimizer, p: nn.Parameter, name: str, *, begins_as_weights: bool = False) -> torch.Tensor:
+    """Returns this rank's part of a state of a parameter, which begins with zeros, or as the parameter."""
     state = optimizer.state[p]
     if name not in state:
-        state[name] = torch.zeros_like(p)
+        state[name] = p.detach().clone() if begins_as_weights else torch.zeros_like(p)
     return local(state[name])
 
 
-_OWN = {"LAMB": LAMB, "LARS": LARS}
+_OWN = {"LAMB": LAMB, "LARS": LARS, "Muon": Muon, "ScheduleFreeAdamW": ScheduleFreeAdamW}

@@ -86,7 +86,7 @@ def assess_candidate(
             variant = part_of(variant, launch.tensor)
         sizes = [param.elements for param in variant.specs.params]
         strategy.check_network(launch, resolved.ds_config, variant.specs.width, sizes)
-        optimizers.check_optimizer(without_paging(recipe.optim), cut=launch.cuts_state, flat=launch.flattens)
+        optimizers.check_optimizer(without_paging(recipe.optim), launch)
     except (RecipeError, BackendError) as error:
         return replace(blank, reason=str(error))
     shape, accumulation = shape_of(variant), resolved.accumulation

@@ -22,7 +22,7 @@ from finetune.models.quantization import BLOCK, kept_modules, packable_modules
 from finetune.models.split_layers import Division
 from finetune.monitoring.flops import flops_per_target
 from finetune.optim import optimizers
-from finetune.optim.optimizers import parameter_groups
+from finetune.optim.parameter_groups import parameter_groups
 from finetune.tasks.task_lookup import find_task, head_of
 from finetune.utils.compat.accelerate_private import unsplit_classes
 from finetune.utils.errors import BackendError, RecipeError
@@ -53,7 +53,7 @@ class Variant:
     """Weights that the network stands for, packed or not."""
     trained: int
     state_bytes: float
-    """Bytes that the optimiser keeps for an element."""
+    """Bytes that the optimiser keeps for an element, on average."""
     linears: tuple[tuple[int, bool], ...]
     """Each linear module's input features, and True if these are kept for the backward pass."""
     adapters: str | None
@@ -219,7 +219,7 @@ def _read_variant(network: nn.Module, kind: str, recipe: Recipe, scales: int) ->
         forward_flops=flops_per_target(network, length, forward=True),
         parameters=sum(int(getattr(p, "packed_weights", p.numel())) for p in network.parameters()),
         trained=sum(p.numel() for p in trained),
-        state_bytes=optimizers.state_bytes(without_paging(recipe.optim)),
+        state_bytes=optimizers.state_bytes(without_paging(recipe.optim), parameter_groups(caller, recipe.optim)),
         linears=tuple(
             (int(m.nx if hasattr(m, "nx") else m.in_features), id(m) in adapted or m.weight.requires_grad)
             for m in linear
@@ -242,7 +242,7 @@ def _param_specs(model: nn.Module, recipe: Recipe, scales: int, splits: Splits) 
         model: The `ForwardWrapper` around the network.
         scales: Bytes of the scales of quantized weights that are no buffers.
     """
-    groups = parameter_groups(model, recipe.optim.weight_decay)
+    groups = parameter_groups(model, recipe.optim)
     group_of = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
     both, layers = lora_adapters.embeddings_and_head(model), unsplit_classes(model)
     unit_of: dict[int, str] = {}

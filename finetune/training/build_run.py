@@ -28,6 +28,7 @@ from finetune.distributed.memory_usage import Memory
 from finetune.distributed.rank_notes import failures_told
 from finetune.distributed.resolve_config import resolve_config
 from finetune.distributed.split_parameters import UNSPLIT
+from finetune.distributed.state.weight_average import WeightAverage
 from finetune.distributed.strategies import sequence
 from finetune.distributed.verify_launch import RuntimeReport
 from finetune.export import save_model
@@ -117,6 +118,8 @@ class BuiltModel:
 
     model: nn.Module
     optimizer: Any
+    stateless: bool
+    """True if the optimiser keeps no tensor of its own for a parameter."""
     runtime: RuntimeReport
     kernels: dict[str, str]
     memory: Memory
@@ -181,6 +184,10 @@ def _build_watched(plan: RunPlan, watch: RankWatch, quiet: bool) -> BuiltRun:
         score = partial(reference_scores.add_reference, backend, built.model, inputs.task)
         data = score(data, recipe, inputs.base, partial(watch.mark, START))
     resume.restore(backend, network, built.optimizer)
+    average = None
+    if (decay := recipe.optim.ema_decay) is not None and not resume.finished:
+        masters, every = partial(backend.each_master, network), recipe.optim.ema_every_steps
+        average = WeightAverage(masters, decay, every, stateless=built.stateless)
     reporter = _open_run(plan, backend, built, identity, resume, quiet)
     adapter_keys = lora_adapters.adapter_keys(network) if recipe.lora is not None else None
     beside = files_beside(recipe) if backend.is_main and inputs.task.head is not None else {}
@@ -194,6 +201,7 @@ def _build_watched(plan: RunPlan, watch: RankWatch, quiet: bool) -> BuiltRun:
         metrics=inputs.metrics,
         model=built.model,
         optimizer=built.optimizer,
+        average=average,
         feed=TokenFileFeed(
             data.train,
             inputs.order,
@@ -335,6 +343,8 @@ def _build_model(plan: RunPlan, backend: Backend) -> BuiltModel:
     sequence.install(wrapper, backend.mesh.group("sp"))
 
     optimizer = optimizers.build_optimizer(wrapper, recipe, whole=not plan.launch.cuts_state)
+    state_bytes = optimizers.state_bytes(recipe.optim, optimizer.param_groups)
+    stateless = state_bytes == (0 if recipe.optim.ema_decay is None else 4)
     model, optimizer = backend.prepare(wrapper, optimizer, splits)
     runtime = backend.verify(lambda: preflight.loss_of_row(backend, model, task, data))
     if whole_loss is not None:
@@ -347,8 +357,8 @@ def _build_model(plan: RunPlan, backend: Backend) -> BuiltModel:
     if recipe.model.compile:
         # After the forward passes that verify things, whose other shapes and hooks would be compiled as well.
         activation_checkpointing.compile_layers(unwrap(model), set(unsplit_classes(wrapper)))
-    memory = backend.memory(model, optimizers.state_bytes(recipe.optim))
-    return BuiltModel(model, optimizer, runtime, kernels, memory, mixes_rows, flops, infinite)
+    memory = backend.memory(model, state_bytes)
+    return BuiltModel(model, optimizer, stateless, runtime, kernels, memory, mixes_rows, flops, infinite)
 
 
 def _open_run(

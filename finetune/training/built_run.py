@@ -16,6 +16,7 @@ from finetune.checkpoint.save_checkpoint import CheckpointManager
 from finetune.config.recipe_schema import DataSection, LengthSection, Recipe
 from finetune.data.rows.feed import Feed
 from finetune.distributed.backend import Backend
+from finetune.distributed.state.weight_average import WeightAverage
 from finetune.monitoring.metrics import PhaseTimer, Reporter
 from finetune.monitoring.nonfinite import NonFiniteGuard
 from finetune.monitoring.rank_watch import RankWatch
@@ -161,6 +162,8 @@ class BuiltRun:
     model: nn.Module
     """The prepared model: a `ForwardWrapper` inside what the backend wraps around it."""
     optimizer: Any
+    average: WeightAverage | None
+    """Averages the weights after each step, if the recipe asks for it."""
     feed: Feed
     state: TrainState
     resume: ResumePoint

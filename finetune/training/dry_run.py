@@ -37,7 +37,7 @@ def check_run(recipe: Recipe, launch: Launch, env: Mapping[str, str] = os.enviro
         network_interface.check_named(env)
     check_task_splits(recipe, launch)
     check_metrics(recipe.eval.metrics)
-    check_optimizer(recipe.optim, cut=launch.cuts_state, flat=launch.flattens)
+    check_optimizer(recipe.optim, launch)
     float8.check_fp8(recipe)
     check_alert(recipe.guard, env)
     task = find_task(recipe)

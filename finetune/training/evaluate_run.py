@@ -39,11 +39,16 @@ def evaluate_and_sample(run: BuiltRun) -> bool:
         return run.is_due(section.every_steps, getattr(section, "per_epoch", None))
 
     evaluates = run.data.validation is not None or run.prompts
-    if evaluates and due(recipe.eval) and not _evaluate(run):
-        return False
+    weights = partial(run.backend.evaluated_weights, unwrap(run.model))
+    if evaluates and due(recipe.eval):
+        run.timer.mark("aside")
+        with weights():
+            if not _evaluate(run):
+                return False
     if recipe.sample is not None and due(recipe.sample):
         run.timer.mark("aside")
-        text = sample_text(run.backend, run.model, run.task, recipe, run.data.tokenizer, run.data.ends)
+        with weights():
+            text = sample_text(run.backend, run.model, run.task, recipe, run.data.tokenizer, run.data.ends)
         run.reporter.log({"step": step, "sample": text})
         run.reporter.say(f"step {step}: sample\n{text}\n")
         run.results["sample"] = text
@@ -51,7 +56,6 @@ def evaluate_and_sample(run: BuiltRun) -> bool:
 
 
 def _evaluate(run: BuiltRun) -> bool:
-    run.timer.mark("aside")
     task, rows, step, names = run.task, run.data.validation, run.state.step, run.data.label_names
     evaluated = Figures({})
     if rows is not None:

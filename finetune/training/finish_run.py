@@ -1,7 +1,7 @@
 """Saves what a run has trained, as it goes and at its end, and says how it ended."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
@@ -56,15 +56,16 @@ def save_checkpoint(run: BuiltRun, *, evaluated: bool, wait: bool) -> None:
 def save_final_model(run: BuiltRun) -> None:
     """Writes the network that the recipe asks for, in the format that transformers opens, into the run directory.
 
-    Every rank must call it. The network has the weights of the best evaluation then, if these are asked for.
+    Every rank must call it. The network has the weights of the best evaluation then, if these are asked for. What is
+    written is what is evaluated: averages, if the recipe asks for these.
 
     Raises:
         CheckpointError: If it cannot be written, or the best evaluation's weights are not there.
     """
     directory, recipe, build = run.directory, run.recipe, run.task.build_skeleton
-    step, figures = run.state.step, run.results
+    step, figures, restored = run.state.step, run.results, False
     if recipe.output.model == "best" and run.state.best.step != step:
-        best = _restore_best(run)
+        best, restored = _restore_best(run), True
         step, figures = (
             best.step,
             figures | {key: value for key, value in best.state.items() if key.startswith("validation_")},
@@ -77,7 +78,8 @@ def save_final_model(run: BuiltRun) -> None:
         model_card.write_model_card(folder, source, "model", [], base_folder(recipe.model), run.task.head)
 
     path = directory.path / "model"
-    with run.backend.loading(pretrained=False):
+    weights = nullcontext() if restored else run.backend.evaluated_weights(unwrap(run.model))
+    with weights, run.backend.loading(pretrained=False):
         skeleton = build(recipe, run.data) if build is not None else None
         save_model.save_model(run.backend, run.model, skeleton, run.data.tokenizer, path, add_rest)
     run.results |= {"model": str(path), "model_step": step}
@@ -103,7 +105,7 @@ def _restore_best(run: BuiltRun) -> ResumePoint:
             f"{run.directory.path} --as merged` writes the last checkpoint's, and with --step another's."
         )
     point = replace(resume_point.verify_on_all_ranks(store, name, run.backend), keep_optimizer=False)
-    point.restore(run.backend, unwrap(run.model), run.optimizer)
+    point.restore(run.backend, unwrap(run.model), run.optimizer, evaluated=True)
     return point
 
 

@@ -163,6 +163,8 @@ def train_step(run: BuiltRun, step: int) -> StepOutput:
     timer.mark("optimizer")
     norm = backend.clip(run.model, run.recipe.optim.clip_norm)
     backend.step(run.optimizer, norm)
+    if run.average is not None:
+        run.average.update(norm, step)
     backend.clear(run.optimizer)
     timer.mark("other")
     run.state.tokens += sync[0]

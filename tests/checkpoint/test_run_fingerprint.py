@@ -123,6 +123,11 @@ MATHEMATICS: dict[str, tuple[Any, dict[str, Any]]] = {
     "optim.clip_norm": (None, {}),
     "optim.lr_scaling": ("sqrt", SCALED),
     "optim.reference_batch": (16, SCALED),
+    "optim.lora_plus": (8.0, {"lora.rank": 4, "optim.lora_plus": 16.0}),
+    "optim.layer_decay": (0.9, {}),
+    "optim.lr_factors": ({"lm_head": 2.0}, {}),
+    "optim.ema_decay": (0.99, {}),
+    "optim.ema_every_steps": (2, {"optim.ema_decay": 0.9}),
     "schedule.name": ("wsd", {}),
     "schedule.warmup_steps": (3, {}),
     "schedule.warmup_fraction": (0.3, {"schedule.warmup_fraction": 0.2}),
@@ -213,7 +218,11 @@ BY_CONTENT = {"model.name", "model.revision", "tokenizer.revision"} | {
 
 SEVERAL = {"task.name": {"task.name", "data"}, "task.args": {"task.args", "task.args.width"}}
 SEVERAL |= {"preference.ranking": {"preference.ranking", "data"}}
-SEVERAL |= {"optim.args": {"optim.args", "optim.args.eps"}, "model.config": {"model.config.hidden_size"}}
+SEVERAL |= {
+    "optim.args": {"optim.args", "optim.args.eps"},
+    "optim.lr_factors": {"optim.lr_factors", "optim.lr_factors.lm_head"},
+    "model.config": {"model.config.hidden_size"},
+}
 
 
 def reported(key: str) -> set[str]:

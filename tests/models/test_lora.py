@@ -16,13 +16,13 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from finetune.config.recipe import validate_recipe
-from finetune.config.recipe_schema import Recipe
+from finetune.config.recipe_schema import OptimSection, Recipe
 from finetune.models import lora_adapters
 from finetune.models.build_network import build_meta_model, build_model
 from finetune.models.forward_wrapper import ForwardWrapper
 from finetune.models.heads import NEXT_TOKEN
 from finetune.models.model_config import resolve_model_config
-from finetune.optim.optimizers import parameter_groups
+from finetune.optim.parameter_groups import parameter_groups
 from finetune.tasks.causal_lm import causal_lm_logits
 from finetune.tasks.classification import HEAD
 from finetune.tasks.task import Task, TaskData
@@ -230,7 +230,7 @@ def test_gradient_checkpointing_changes_no_gradient() -> None:
 
 def test_lengths_and_embeddings_are_not_decayed() -> None:
     network = built(recipe_of({"dora": True, "save_modules": ["embed_tokens", "lm_head", "norm"]}, base()["model"]))
-    decayed, plain = parameter_groups(ForwardWrapper(network), 0.1)
+    decayed, plain = parameter_groups(ForwardWrapper(network), OptimSection(weight_decay=0.1))
     names = {id(p): name for name, p in trained(network).items()}
     ends = [
         {names[id(p)].split(".")[-4] for p in group["params"] if "modules_to_save" in names[id(p)]}

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.config.recipe import validate_recipe
 from finetune.config.recipe_schema import Recipe
+from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.strategies import strategy
 from finetune.optim import lr_schedule, optimizers
 from finetune.optim.optimizers import build_optimizer
@@ -32,6 +33,8 @@ WIDE = {"task": {"name": "own_task:mlp", "args": {"width": 128}}}
 LAYERWISE = {
     "lars": {"name": "LARS", "lr": 0.3, "weight_decay": 0.01},
     "lamb": {"name": "LAMB", "lr": 0.02, "weight_decay": 0.01},
+    "muon": {"name": "Muon", "lr": 0.02, "weight_decay": 0.01},
+    "free": {"name": "ScheduleFreeAdamW", "lr": 0.01, "args": {"eps": 1e-6}},
 }
 OWN_RATES = {"name": "own_optimizers:TwoRates", "lr": 1e-2, "args": {"eps": 1e-6}}
 
@@ -45,6 +48,7 @@ def recipe_of(name: str, **args: Any) -> Recipe:
             "data": {"train": [{"sample": 10}], "sequence_length": 16},
             "length": {"steps": 1},
             "optim": {"name": name, "args": args},
+            "schedule": "constant",
         }
     )
 
@@ -68,6 +72,8 @@ def test_a_stopped_run_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
     ("name", "args", "bytes_an_element"),
     [
         ("AdamW", {}, 8.0),
+        ("Muon", {}, 4.0),
+        ("ScheduleFreeAdamW", {}, 12.0),
         ("SGD", {}, 0.0),
         ("SGD", {"momentum": 0.9}, 4.0),
         # Two bytes, the largest of each 256, and two tables of 256 numbers.
@@ -85,8 +91,12 @@ def test_state_is_measured(name: str, args: dict[str, Any], bytes_an_element: fl
         ("Lion8bit", "zero2", "optim.name: Lion8bit of bitsandbytes keeps its state in blocks of whole tensors"),
         *(
             (name, launch, f"optim.name: the update of {name} depends on whole tensors")
-            for name in ("Adafactor", "Muon", "own_optimizers:Normed", "own_optimizers:Says")
+            for name in ("Adafactor", "own_optimizers:Normed", "own_optimizers:Says")
             for launch in ("fsdp", "zero1", "zero3")
+        ),
+        *(
+            (name, launch, f"optim.name: the update of {name} depends on whole tensors")
+            for name, launch in (("Muon", "zero1"), ("Muon", "zero3"))
         ),
         ("LAMB", "zero2", "optim.name: the update of LAMB depends on whole tensors"),
         (
@@ -128,9 +138,16 @@ def test_refused(name: str, launch: str | None, says: str, monkeypatch: pytest.M
 
 def test_fused_kernels_without_sharded_tensors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = recipe_of("SGD", fused=True)
-    optimizers.check_optimizer(recipe.optim, cut=True, flat=True)
+    optimizers.check_optimizer(recipe.optim, Launch(kind="zero2", num_processes=2))
     with pytest.raises(RecipeError, match=r"optim.args.fused: the fused kernel of SGD .* or leave args.fused out"):
-        optimizers.check_optimizer(recipe.optim, cut=True, flat=False)
+        optimizers.check_optimizer(recipe.optim, Launch(kind="fsdp", num_processes=2))
+
+
+@pytest.mark.parametrize("name", ["LAMB", "Muon"])
+def test_what_ranks_hold_of_split_layers_is_no_whole_tensor(name: str) -> None:
+    with pytest.raises(RecipeError, match=f"the update of {name} depends on whole tensors.*, such as AdamW.$"):
+        optimizers.check_optimizer(recipe_of(name).optim, Launch(kind="fsdp", num_processes=4, replicate=1, tensor=2))
+    optimizers.check_optimizer(recipe_of(name).optim, Launch(kind="fsdp", num_processes=4))
 
 
 @pytest.mark.parametrize("name", ["lr", "weight_decay"])
@@ -186,7 +203,8 @@ def cases() -> dict[str, dict[str, Any]]:
 
 def layerwise(place: Path, section: dict[str, Any], **sections: Any) -> dict[str, Any]:
     tree = mlp(place, checkpoint={"every_steps": 10, "keep": 9}, **sections)
-    return {**tree, "task": {"name": "own_task:mlp", "args": {"width": 33}}, "optim": section}
+    schedule = {"schedule": {"name": "constant"}} if section["name"].startswith("ScheduleFree") else {}
+    return {**tree, "task": {"name": "own_task:mlp", "args": {"width": 33}}, "optim": section, **schedule}
 
 
 @pytest.mark.parametrize("launch", ["ddp", "fsdp", "hsdp"])
@@ -246,6 +264,8 @@ SKIPS = {
     "SGD": {"momentum": 0.9},
     "LARS": {},
     "LAMB": {},
+    "Muon": {},
+    "ScheduleFreeAdamW": {},
     # What is not fused asks the host.
     "RMSprop": {},
     "Adagrad": {},
@@ -274,7 +294,7 @@ def test_a_step_that_is_not_finite_changes_nothing(name: str, begins: bool) -> N
 
     (spoiled, reads), (clean, _) = trained(*([False] * begins), True, True, False, True), trained(True, True, True)
     torch.testing.assert_close(spoiled, clean, rtol=0, atol=0)
-    if name in ("AdamW", "LARS", "LAMB"):
+    if name in ("AdamW", "LARS", "LAMB", "Muon", "ScheduleFreeAdamW"):
         assert not any(reads)
     elif name == "SGD":
         # Until the momenta are there.

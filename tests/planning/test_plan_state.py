@@ -12,7 +12,6 @@ from finetune.config.recipe_schema import Recipe
 from finetune.distributed.launch.predicted_environment import launch_of_file
 from finetune.distributed.resolve_config import derive_accumulation
 from finetune.distributed.strategies.strategy import strategy_of
-from finetune.optim import optimizers
 from finetune.planning import model_shapes
 from finetune.planning.launch_candidates import state_memory
 
@@ -48,7 +47,7 @@ def difference(run: Result, name: str, processes: int) -> dict[str, tuple[int, i
     assert isinstance(variant, model_shapes.Variant)
     specs = model_shapes.part_of(variant, launch.tensor).specs if launch.tensor > 1 else variant.specs
     share = strategy_of(launch).predict_share(launch, specs, derive_accumulation(recipe, launch.data_ranks))
-    predicted = asdict(state_memory(share, optimizers.state_bytes(recipe.optim)))
+    predicted = asdict(state_memory(share, variant.state_bytes))
     read = run.check().facts["memory"]
     return {key: (value, read[key]) for key, value in predicted.items() if value != read[key]}
 

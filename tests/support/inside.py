@@ -196,6 +196,7 @@ class OneRank:
 
     rank, world_size, is_main, device = 0, 1, True, torch.device("cpu")
     mesh = ONE_RANK
+    averages = False
 
     def all_reduce_sum(self, values: torch.Tensor) -> torch.Tensor:
         return values

@@ -18,7 +18,7 @@ import testdata
 import torch
 from forkserver import ForkServer
 from harness import Launcher, Result, weight_difference
-from recipes_for_tests import ADAPTERS, PARITY, SPLIT, keeping, own_network
+from recipes_for_tests import ADAPTERS, PARITY, SPLIT, base, keeping, own_network
 
 # The launch files, and in brackets how many processes they start here.
 BACKENDS = {
@@ -42,6 +42,14 @@ TOLERANCE = 1e-4
 KINDS: dict[str, dict[str, Any]] = {"adamw": PARITY["adamw"], "dora": ADAPTERS["dora"], "lora": SPLIT["lora"]}
 # And one whose parameters some backends hold whole.
 KINDS["odd"] = own_network("odd", length={"steps": 4}, checkpoint=keeping(2))
+# What is evaluated and written is an average, of weights that learn with several rates.
+KINDS["averaged"] = base(
+    optim={"ema_decay": 0.7, "layer_decay": 0.8, "lr_factors": {"lm_head": 2.0}},
+    data={**base()["data"], "sequence_length": 64},
+    length={"steps": 6},
+    eval={"every_steps": 3},
+    checkpoint=keeping(3),
+)
 SPLITTING = ("sp", "fsdp_sp", "tp", "fsdp_tp", "fsdp_tp_sp")
 
 
@@ -50,6 +58,7 @@ def kinds(backend: str) -> list[str]:
     return [
         "adamw",
         *(["lora"] if backend in SPLITTING else ["dora", "odd"]),
+        *(["averaged"] if backend not in SPLITTING or backend == "tp" else []),
         *(["lora"] if backend == "single" else []),
     ]
 

@@ -133,11 +133,14 @@ FEATURES = {
     "auto": Feature("`micro_size: auto`", {"batch.micro_size": "auto"}),
     "AdamW": Feature("AdamW", {"optim.name": "AdamW"}),
     "SGD": Feature("SGD", {"optim.name": "SGD"}),
-    "LAMB": Feature("LARS, LAMB", {"optim.name": "LAMB"}),
-    "Adafactor": Feature("Adafactor, Muon", {"optim.name": "Adafactor"}),
+    "LAMB": Feature("LARS, LAMB, Muon", {"optim.name": "LAMB"}),
+    "free": Feature("ScheduleFreeAdamW", {"optim.name": "ScheduleFreeAdamW", "schedule.name": "constant"}),
+    "Adafactor": Feature("Adafactor", {"optim.name": "Adafactor"}),
     "AdamW8bit": Feature("8-bit optimisers", {"optim.name": "AdamW8bit"}),
     "PagedAdamW": Feature("paged optimisers", {"optim.name": "PagedAdamW8bit"}),
     "own_optimizer": Feature("own optimiser", {"optim.name": "own_optimizers:TwoRates"}),
+    "rates": Feature("rates by layer and module", {"optim.layer_decay": 0.9}),
+    "average": Feature("average of weights (EMA)", {"optim.ema_decay": 0.9}),
     "evaluation": Feature("evaluation", {"eval.at_end": True}),
     "texts": Feature("metrics of texts", {"eval.metrics": ["f1"], "eval.prompts": [{"sample": 9}]}),
     "sampling": Feature("sampling", {"sample.prompt": "Once"}),
@@ -241,6 +244,7 @@ def _rows() -> Iterator[tuple[str, ...]]:
     yield stop % "adamw", backends, f"resume elsewhere all {_PLAIN}", "KINDS.adamw"
     yield stop % "dora", f"={_MOST}", f"resume elsewhere dora dropout {_PLAIN}", "KINDS.dora"
     yield stop % "lora", f"=single {_SPLIT}", f"resume elsewhere lora {_PLAIN}", "KINDS.lora"
+    yield stop % "averaged", f"={_MOST} tp", f"average rates resume elsewhere all {_PLAIN}", "KINDS.averaged"
     yield "distributed/test_state_transfer.py::test_goes_on_from_the_disk", "zero3_nvme", "resume elsewhere AdamW"
     early = "checkpoint/test_early_stopping.py::test_a_resumed_run_ends_where_it_would_have_ended[crash_after-3]"
     yield early, "single", "early resume evaluation own_task"
@@ -260,6 +264,9 @@ def _rows() -> Iterator[tuple[str, ...]]:
     one_path = f"{_OPTIMIZERS}layerwise_optimisers_take_one_path[{{}}]"
     yield one_path, "single ddp fsdp hsdp", "LAMB own_task elsewhere"
     yield one_path, "single ddp fsdp hsdp", "own_optimizer own_task elsewhere"
+    yield one_path, "single ddp fsdp hsdp", "free own_task elsewhere"
+    flat_buffers = "optim/test_rates_and_averages.py::test_free_of_schedules_in_flat_buffers[{}]"
+    yield flat_buffers, "single zero1 zero2 zero3", "free own_task fp32", "RUNS.free"
     bits = f"{_OPTIMIZERS}a_stopped_run_of_these_goes_on_bit_for_bit"
     yield f"{bits}[lamb]", "single", "LAMB own_task resume"
     yield f"{bits}[rates]", "single", "own_optimizer own_task resume"

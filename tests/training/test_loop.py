@@ -19,13 +19,14 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.config.recipe import validate_recipe
-from finetune.config.recipe_schema import Recipe
+from finetune.config.recipe_schema import OptimSection, Recipe
 from finetune.distributed.resolve_config import derive_accumulation, micro_rows
 from finetune.distributed.strategies import strategy
 from finetune.models.forward_wrapper import ForwardWrapper
 from finetune.monitoring.metrics import PhaseTimer
 from finetune.optim import lr_schedule
-from finetune.optim.optimizers import build_optimizer, parameter_groups
+from finetune.optim.optimizers import build_optimizer
+from finetune.optim.parameter_groups import parameter_groups
 from finetune.training.built_run import Length, measure_length
 from finetune.training.loop import seed_torch
 from finetune.utils.errors import DataError, RecipeError
@@ -88,7 +89,7 @@ def test_norms_biases_and_embeddings_are_not_decayed() -> None:
         )
         with torch.device("meta"):
             network = AutoModelForCausalLM.from_config(config)
-        groups = parameter_groups(ForwardWrapper(network), 0.1)
+        groups = parameter_groups(ForwardWrapper(network), OptimSection(weight_decay=0.1))
         names = {id(p): name for name, p in network.named_parameters()}
         decayed = {names[id(p)] for p in groups[0]["params"]}
         plain = {names[id(p)] for p in groups[1]["params"]}
@@ -99,7 +100,7 @@ def test_norms_biases_and_embeddings_are_not_decayed() -> None:
         assert all("norm" not in n.lower() and "ln_" not in n and not n.endswith("bias") for n in decayed)
         assert all("embed" not in n and "wte" not in n and "wpe" not in n for n in decayed)
         assert any("attn" in n or "attention" in n for n in decayed)
-        (alone,) = parameter_groups(ForwardWrapper(network), 0.0)
+        (alone,) = parameter_groups(ForwardWrapper(network), OptimSection(weight_decay=0.0))
         assert {id(p) for p in alone["params"]} == set(names)
         assert alone["weight_decay"] == 0.0
 

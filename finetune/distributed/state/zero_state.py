@@ -9,7 +9,7 @@ Source: deepspeed 0.19.8, `utils/tensor_fragment.py`, `stage_1_and_2.py::_link_a
 """
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -130,6 +130,17 @@ def write_state(optimizer: Any, network: nn.Module, keys: Collection[str], load:
                         steps[flat.optimizer] = flat.state["step"]
     for stepped, step in steps.items():
         _replay_cpu_adam(stepped, step)
+
+
+def each_master(
+    network: nn.Module, optimizer: Any, change: Callable[[Any, dict[str, Any]], None], changes: bool
+) -> None:
+    """`strategy.each_master`, of flat buffers."""
+    zero = inner_optimizer(optimizer)
+    with _changing(zero) if changes else nullcontext():
+        for flat in zero_states(zero, network):
+            with _in_memory(zero, flat, changes=changes):
+                change(flat.master.detach(), flat.optimizer.state[flat.master])
 
 
 def _flat_state(flat: ZeroState, states: dict[str, list[str]], load: Callable[[str], torch.Tensor]) -> dict[str, Any]:

@@ -416,6 +416,7 @@ STRATEGY = Strategy(
     steps_in_backward=True,
     read_state=lambda runtime, network, optimizer, **options: _zero_state().read_state(optimizer, network, **options),
     write_state=lambda runtime, network, optimizer, *state: _zero_state().write_state(optimizer, network, *state),
+    each_master=lambda *arguments: _zero_state().each_master(*arguments),
     read_frozen=_read_frozen,
     scaler_state=_scaler_state,
     set_scaler_state=_set_scaler_state,

@@ -181,6 +181,11 @@ def _offload_needs_adamw(config: dict[str, Any], recipe: Recipe, place: str) -> 
             f"{recipe.optim.name}, which would be replaced by Adam without a word. Set optim.name to AdamW, or take a "
             "launch config without offload."
         )
+    if device == "nvme" and recipe.optim.ema_decay is not None:
+        raise BackendError(
+            f"{place} offloads the optimiser to nvme, where DeepSpeed keeps AdamW's own state only, and "
+            "optim.ema_decay needs one more. Set it to null, or take accelerate_configs/zero3_offload.yaml."
+        )
     if recipe.optim.args.get("amsgrad"):
         raise BackendError(f"{place} offloads the optimiser to {device}, where optim.args.amsgrad is not offered.")
 

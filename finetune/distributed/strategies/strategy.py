@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 from finetune.distributed.launch.launch_config import Launch, ResolvedConfig
 from finetune.distributed.mesh import Mesh
-from finetune.distributed.parameter_info import inner_name, inner_optimizer, local, read_parameters
+from finetune.distributed.parameter_info import inner_name, inner_optimizer, local, master_weights, read_parameters
 from finetune.distributed.split_parameters import Splits
 from finetune.distributed.state import state_transfer, tensor_shards
 from finetune.distributed.state.tensor_shards import Shard
@@ -225,6 +225,12 @@ def trained_leaves(model: object) -> dict[str, torch.Tensor | None]:
     return {name: p for name, p in network.named_parameters() if p.requires_grad}
 
 
+def each_master(network: nn.Module, optimizer: Any, change: Callable[[Any, dict[str, Any]], None], _: bool) -> None:
+    """Calls `change` with each tensor that the optimiser steps, and its state; see `weight_average.EachMaster`."""
+    for parameter in master_weights(optimizer):
+        change(parameter.detach(), inner_optimizer(optimizer).state[parameter])
+
+
 def read_frozen(runtime: Runtime, name: str, parameter: Any) -> Shard:
     """Returns this rank's piece of a frozen parameter, to be copied at once; every rank must call it."""
     return tensor_shards.shard_of(parameter, runtime.splits.parameters.get(name), runtime.splits.group)
@@ -295,6 +301,7 @@ class Strategy:
     write_state: Callable[..., None] = lambda runtime, network, optimizer, keys, load: state_transfer.write_state(
         network, optimizer, keys, load, runtime.splits, cut=runtime.launch.cuts_state
     )
+    each_master: Callable[[nn.Module, Any, Callable[[Any, dict[str, Any]], None], bool], None] = each_master
     read_frozen: Callable[[Runtime, str, Any], Shard] = read_frozen
     scaler_state: Callable[[Any], dict[str, float | int] | None] = scaler_state
     set_scaler_state: Callable[[Any, Mapping[str, float | int]], None] = set_scaler_state

@@ -22,8 +22,9 @@ from finetune.config.recipe_schema import Recipe
 from finetune.distributed import fake_backend
 from finetune.distributed.backend import Backend
 from finetune.distributed.launch.launch_config import Launch
-from finetune.distributed.parameter_info import local
+from finetune.distributed.parameter_info import local, master_weights
 from finetune.distributed.split_parameters import UNSPLIT, Splits
+from finetune.distributed.state.weight_average import AVERAGE
 from finetune.distributed.strategies import sequence
 from finetune.models import activation_checkpointing, attention, chunked_loss, lora_adapters, split_layers
 from finetune.models.forward_wrapper import ForwardWrapper
@@ -87,6 +88,9 @@ def trace_step(recipe: Recipe, launch: Launch, stored: str | None) -> dict[str, 
         for parameter in (p for group in inner.param_groups for p in group["params"]):
             parameter.grad = torch.empty_like(parameter)
         inner.step()
+        if recipe.optim.ema_decay is not None:
+            for parameter in master_weights(optimizer):
+                inner.state[parameter][AVERAGE] = torch.empty_like(parameter.detach())
         optimizer.zero_grad()
         rows = {name: torch.empty(value.shape, dtype=value.dtype) for name, value in example.items()}
         tracker.track_external(model, inner, *rows.values())
