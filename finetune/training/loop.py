@@ -144,10 +144,8 @@ def train_step(run: BuiltRun, step: int) -> StepOutput:
     sync = _all_reduce_sync(run, window)
     counts = sync[-len(task.terms) :]
     # Backends average over ranks and `backward` divides by the accumulation; both are undone here.
-    size, weights = (
-        backend.mesh.average_size * backend.accumulation,
-        [term.weight for term in task.terms if term.weight],
-    )
+    size = backend.mesh.average_size * backend.accumulation
+    weights = [term.weight for term in task.terms if term.weight]
     # A sum of weights may be less than 1.
     divisors = torch.where(counts > 0, counts, 1)
     scale = torch.stack([weights[k] * size / divisors[k] for k in range(len(weights))]).float()
