@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from finetune.config.recipe import validate_recipe
 from finetune.config.recipe_schema import OptimSection
+from finetune.distributed.state.weight_average import AVERAGE, WeightAverage
 from finetune.models.forward_wrapper import ForwardWrapper, unwrap
 from finetune.optim import optimizers
 from finetune.optim.parameter_groups import parameter_groups
@@ -105,6 +106,31 @@ def test_matrices_of_layers_are_muons() -> None:
     kept = sum(size * (4 if name in matrices else 8) for name, size in elements.items())
     state = optimizers.state_bytes(OptimSection(name="Muon"), groups)
     assert state == pytest.approx(kept / sum(elements.values()))
+
+
+def test_embeddings_are_none_in_a_network_without_stacks() -> None:
+    network = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 2), nn.Embedding(4, 2))
+    groups = parameter_groups(network, OptimSection(name="Muon"))
+    assert [len(group["params"]) for group in groups if group["matrix"]] == [1]
+
+
+def test_a_tensor_that_is_used_late_is_averaged_from_the_start() -> None:
+    """AdamW makes its state where it finds none, so that the average must not be there before."""
+    weights = [nn.Parameter(torch.full((3,), float(index))) for index in range(2)]
+    optimizer = torch.optim.AdamW(weights, lr=0.1)
+
+    def each_master(change: Any, changes: bool) -> None:
+        for p in weights:
+            change(p.detach(), optimizer.state[p])
+
+    average, theirs = WeightAverage(each_master, 0.9, 1, stateless=False), [p.detach().clone() for p in weights]
+    for step in range(4):
+        weights[0].grad, weights[1].grad = torch.ones(3), torch.ones(3) if step > 1 else None
+        optimizer.step()
+        average.update(torch.tensor(1.0), step)
+        theirs = [0.9 * one + 0.1 * p.detach() for one, p in zip(theirs, weights, strict=True)]
+    average.update(torch.tensor(torch.nan), 4)
+    torch.testing.assert_close([optimizer.state[p][AVERAGE] for p in weights], theirs)
 
 
 def steps_of(name: str, shapes: list[tuple[int, ...]], groups: Any = None, **arguments: Any) -> tuple[Any, ...]:

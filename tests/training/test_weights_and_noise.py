@@ -12,7 +12,7 @@ import torch
 from chats import CHATML, example, learned, talk
 from filelock import FileLock
 from harness import Launcher, assert_same_path
-from inside import run_here
+from inside import run_here, stop_after
 from recipes_for_tests import SGD, base
 from testdata import MODEL
 from torch.nn.functional import cross_entropy
@@ -21,6 +21,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 from finetune.config.recipe import validate_recipe
 from finetune.data.prepare import prepare_data
+from finetune.diagnostics import replay
 from finetune.models.embedding_noise import hash_tokens, uniform, with_noise
 from finetune.models.forward_wrapper import ForwardWrapper, unwrap
 from finetune.tasks.classification import class_loss
@@ -187,6 +188,16 @@ def test_the_path_is_that_of_a_plain_loop(case: str, tmp_path: Path) -> None:
     done = run_here(tree, meddle)
     np.testing.assert_allclose(done.losses, losses[:-1], rtol=1e-6)
     assert done.results["validation_loss"] == pytest.approx(losses[-1], rel=1e-6)
+
+
+def test_a_resumed_run_draws_the_same_noise(tmp_path: Path) -> None:
+    tree = job(save_talks(tmp_path), **BOTH, checkpoint={"every_steps": 2}, output={"dir": str(tmp_path / "run")})
+    whole = run_here({**tree, "output": {"dir": str(tmp_path / "whole")}})
+    run_here(tree, stop_after(2))
+    resumed = run_here(tree)
+    assert resumed.losses[-3:] == whole.losses[-3:]
+    assert all(torch.equal(weight, resumed.weights[name]) for name, weight in whole.weights.items())
+    assert replay.replay_step(resumed.directory, 4).differences == []
 
 
 # ---------------------------------------------------------------- smoothing
