@@ -477,7 +477,7 @@ def test_pairs_are_shown_as_texts_and_their_figures_as_curves(tmp_path: Path) ->
     assert first.prompt[0]["content"][:40] in prompt
     for answer, (wanted,) in zip(answers, (first.chosen, first.rejected), strict=True):
         assert answer == f"<mark>{answer[6:-7]}</mark>"
-        assert wanted["content"].endswith(answer[6:-7].removesuffix("</s>").strip())
+        assert wanted["content"].endswith(answer[6:-7].strip().removesuffix("</s>"))
     assert "length alone predicts" in text
 
 
