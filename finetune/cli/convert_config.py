@@ -15,7 +15,8 @@ from finetune.config import peer_keys, preference_losses
 from finetune.config.peer_keys import CONVERTED, PeerKey, find_peer_key, json_word, peer_table, tool_name
 from finetune.config.provenance import flat
 from finetune.config.recipe import RECIPE_FIELDS, RecipeLoader, dump_tree, validate_recipe
-from finetune.config.recipe_schema import LogSection, Recipe
+from finetune.config.recipe_paths import DATA_SUFFIXES
+from finetune.config.recipe_schema import LogSection, PreferenceSection, Recipe
 from finetune.data.sources.conversation_formats import ROLES
 from finetune.distributed.launch.predicted_environment import launch_of_file
 from finetune.distributed.resolve_config import resolve_for_devices
@@ -30,7 +31,6 @@ from finetune.utils.yaml_files import YamlProblem, parse
 
 Values = dict[str, Any]
 
-_DATA_SUFFIXES = (".json", ".jsonl", ".parquet", ".csv", ".txt")
 _TRACKERS = get_args(get_args(LogSection.model_fields["trackers"].annotation)[0])
 # Tokens in a row where a tool has no limit.
 _UNLIMITED = 2048
@@ -42,6 +42,8 @@ _TRL_LOOKS_AT_PAIRS = (
     "TRL looks at the data, and this does not: the chat template writes the answers. Remove `chat` if records are "
     "texts that follow each other as they are."
 )
+# Stages of LLaMA-Factory that learn preferences, and their tasks.
+_STAGES = {"dpo": "dpo", "kto": "kto", "rm": "reward"}
 _READERS = ("json", "csv", "parquet", "text")
 # Sections whose keys change files and figures, and nothing that is learned.
 _NOT_LEARNED = ("eval", "log", "output", "checkpoint", "resume", "launch ")
@@ -188,11 +190,11 @@ def _warmup(conversion: _Conversion, key: str, here: str, value: Any) -> Values:
 
 
 def _stage(conversion: _Conversion, key: str, here: str, value: Any) -> Values:
-    if value not in ("sft", "pt", "dpo"):
-        why = "next tokens and pairs of answers are trained, which are the stages `sft`, `pt` and `dpo`"
+    if value not in ("sft", "pt", *_STAGES):
+        why = "next tokens and preferences are learned, which are the stages `sft`, `pt`, `dpo`, `kto` and `rm`"
         conversion.leave("refused", key, why)
-    if value == "dpo":
-        return {here: value}
+    if value in _STAGES:
+        return {here: _STAGES[value]}
     cut = value == "pt" and conversion.given.get("packing") is not False
     return {"data.packing": "wrapped", "data.remainder": "drop"} if cut else {}
 
@@ -232,6 +234,8 @@ def _with_sft(conversion: _Conversion, key: str, here: str, value: Any) -> Value
     if conversion.tool == "llama-factory":
         why = "there it is a mean of each answer's mean, and here of all tokens of chosen answers"
         conversion.leave("differs", key, why)
+    if found.get("task.name") in ("kto", "reward"):
+        raise _NotCarried(f"{found['task.name']} has no cross-entropy beside its loss")
     if found.get("task.name") in ("orpo", "simpo"):
         return {"preference.sft_weight": value + (found["task.name"] == "orpo")}
     losses = found.get(here, ["sigmoid"])
@@ -332,7 +336,7 @@ def _places(name: str, entry: Mapping[str, Any], **more: Any) -> list[Values]:
     files = entry.get("data_files") or []
     if files and name not in _READERS:
         raise _NotCarried(f"data_files of {name}: name the files themselves as sources, or a configuration of it")
-    if files or name.startswith((".", "/", "~")) or name.endswith(_DATA_SUFFIXES) or Path(name).exists():
+    if files or name.startswith((".", "/", "~")) or name.endswith(DATA_SUFFIXES) or Path(name).exists():
         if "[" in (entry.get("split") or ""):
             raise _NotCarried(f"{entry['split']} of {name}: a part of local files is not read; write it to a file")
         paths = [files] if isinstance(files, str) else files or [name]
@@ -391,24 +395,23 @@ def _axolotl_source(conversion: _Conversion, place: str, entry: Mapping[str, Any
     kind = "fields" if isinstance(data_type, dict) else re.split("[:.]", data_type)[0]
     if "task.name" in conversion.found:
         form = data_type if isinstance(data_type, dict) else entry
-        theirs = {"messages": "messages", "prompt": "prompt", "system": "system", "chosen": "chosen"}
-        theirs |= {"rejected": "rejected"}
-        fields = {ours: form[f"field_{name}"] for ours, name in theirs.items() if form.get(f"field_{name}")}
-        words = str(data_type)
-        if words.endswith("argilla"):
+        names = ("messages", "prompt", "system", "chosen", "rejected", "completion", "label")
+        fields = {name: form[f"field_{name}"] for name in names if form.get(f"field_{name}")}
+        words, pairs = str(data_type), conversion.found["task.name"] != "kto"
+        if words.endswith("argilla") and pairs:
             fields = {"chosen": "chosen_response", "rejected": "rejected_response"}
         if kind in ("chatml", "llama3"):
             conversion.found["chat.template"] = kind
-        elif kind not in ("chat_template", "orpo", "user_defined", "fields", "passthrough"):
+        elif kind not in ("chat_template", "bradley_terry", "orpo", "user_defined", "fields", "passthrough"):
             raise _NotCarried(f"data of type {data_type} is not read; write it as pairs of messages")
         mapped, roles = entry.get("message_property_mappings") or {}, entry.get("roles") or {}
-        names = {*mapped.values(), entry.get("message_field_role"), entry.get("message_field_content")}
-        if others := names - {None, "role", "content", "from", "value"}:
+        turns = {*mapped.values(), entry.get("message_field_role"), entry.get("message_field_content")}
+        if others := turns - {None, "role", "content", "from", "value"}:
             raise _NotCarried(
                 f"turns have the fields {', '.join(sorted(map(str, others)))}; call them role and content"
             )
         _add_roles(conversion, {name: role for role, names in roles.items() for name in names})
-        used += " field_messages field_prompt field_system field_chosen field_rejected message_property_mappings roles"
+        used += f" {' '.join(f'field_{name}' for name in names)} message_property_mappings roles"
         _leave_rest(conversion, place, entry, f"{used} message_field_role message_field_content")
         fields = {ours: name for ours, name in fields.items() if ours != name}
         return _places(str(entry["path"]), entry, **({"fields": fields} if fields else {}))
@@ -456,15 +459,18 @@ def _factory_source(conversion: _Conversion, place: str, name: str) -> list[Valu
         raise _NotCarried(f"{info} has no {name}")
     tags, listed = entry.get("tags", {}), entry.get("formatting") in ("sharegpt", "openai")
     columns = entry.get("columns") or ({"messages": "conversations"} if listed else {})
-    prefers = "task.name" in conversion.found
-    if {"images", "videos", "audios", "kto_tag"} & columns.keys() or bool(entry.get("ranking")) != prefers:
-        lacks = "no pairs of answers" if prefers else "preferences, images or sound, and only text is read"
+    prefers, labelled = "task.name" in conversion.found, conversion.found.get("task.name") == "kto"
+    pairs, labels = bool(entry.get("ranking")), "kto_tag" in columns
+    if {"images", "videos", "audios"} & columns.keys() or (pairs, labels) != (prefers and not labelled, labelled):
+        lacks = "preferences, images or sound, and only text is read"
+        lacks = "no answers with a kto_tag" if labelled else "no pairs of answers" if prefers else lacks
         raise _NotCarried(f"{name} has {lacks}")
     more = _number_of_samples(conversion, name, entry, info)
     if prefers:
         # An answer with its prompt is read as for fine-tuning: Alpaca's fields, or turns.
         ours = {"conversations": "messages"} if listed else {"instruction": "prompt", "input": "query"}
-        ours |= {word: word for word in ("system", "tools", "history", "chosen", "rejected")}
+        ours |= {"output": "response"} if labelled and not listed else {}
+        ours |= {word: word for word in ("system", "tools", "history", "chosen", "rejected", "kto_tag")}
         fields = {key: columns[word] for key, word in ours.items() if columns.get(word, key) != key}
         more |= {"fields": fields} if fields else {}
     elif given.get("stage") == "pt":
@@ -597,6 +603,7 @@ def convert_config(
     usual = peer_table()["defaults"][tool]
     if tool == "trl" and (task := task or _trl_task(given)):
         usual = {**usual, **peer_table()["preference_defaults"][tool]}
+        usual |= peer_table()["reward_defaults"][tool] if task == "reward" else {}
         conversion.found["task.name"] = task
         conversion.notes.append(f"TRL's config does not name its trainer. The task is {task}; --task names another.")
     own = {key: value for key, value in usual.items() if given.get(key) is None}
@@ -615,7 +622,7 @@ def convert_config(
     launch, recipe = conversion.found.pop("launch"), _nested(conversion.found)
     try:
         if conversion.refusals:
-            advice = "Convert a config of fine-tuning, pre-training or pairs of answers, on text."
+            advice = "Convert a config of fine-tuning, pre-training or preferences, on text."
             raise RecipeError(" ".join([*conversion.refusals, advice]))
         _check_launch(validate_recipe(recipe, None, BUILT_IN), launch, devices)
     except (RecipeError, BackendError) as error:
@@ -688,9 +695,13 @@ def _recognise(file: Path, tree: Values) -> str:
 
 
 def _trl_task(given: Values) -> str | None:
-    """Returns the task of a config of TRL by keys that one of its trainers of pairs has; None for fine-tuning."""
+    """Returns the task of a config of TRL by keys that one of its trainers of preferences has; None for fine-tuning."""
     losses = given.get("loss_type") or []
     losses = {losses} if isinstance(losses, str) else {*losses}
+    if losses & {*preference_losses.LOSSES["kto"]} or {"desirable_weight", "undesirable_weight"} & given.keys():
+        return "kto"
+    if "center_rewards_coefficient" in given:
+        return "reward"
     if "simpo" in losses or {"cpo_alpha", "simpo_gamma"} & given.keys():
         return "simpo" if "simpo" in losses else "cpo"
     keys = {"beta", "loss_weights", "label_smoothing", "f_divergence_type", "discopop_tau", "precompute_ref_log_probs"}
@@ -715,8 +726,14 @@ def _complete(conversion: _Conversion, devices: int) -> str:
     prefers = "task.name" in values
     values["chat"] = prefers or bool(formats)
     if prefers:
-        values["data.packing"] = "documents"
+        values["data.packing"] = "padded" if values["task.name"] == "reward" else "documents"
         values.pop("chat.train_on", None)  # answers alone are learned
+        defaults = PreferenceSection().model_dump()
+        keys = {key: values[f"preference.{key}"] for key in defaults if f"preference.{key}" in values}
+        keys = {key: value for key, value in keys.items() if value != defaults[key]}
+        for name, sentence in preference_losses.unread(values["task.name"], keys).items():
+            conversion.leave("differs", f"preference.{name}", sentence.removeprefix("preference."))
+            del values[f"preference.{name}"]
         if tool != "llama-factory" and values["task.name"] == "simpo":
             values.setdefault("preference.sft_weight", 1.0)
     elif tool == "axolotl" and not formats & {"messages", "sharegpt"}:

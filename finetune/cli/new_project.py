@@ -17,7 +17,7 @@ from rich.tree import Tree
 
 from finetune.cli.choose_launch import UNPLANNED, sharing, this_machine
 from finetune.cli.recipe_sizes import RecipeSizes, default_sizes, size_recipe
-from finetune.config import recipe_paths
+from finetune.config import preference_losses, recipe_paths
 from finetune.config.provenance import Origin
 from finetune.config.recipe import RecipeLoader, apply_override, dump_tree, recipe_layers, validate_recipe
 from finetune.config.recipe_schema import Recipe
@@ -40,7 +40,8 @@ from finetune.utils.quoting import shell_command, shell_word
 from finetune.utils.shipped_files import LAUNCH_FILES, shipped_path
 from finetune.utils.yaml_files import parse
 
-_KINDS: dict[str, Kind] = {"lm": "text", "chat": "conversations", "classify": "labelled", "dpo": "pairs"}
+_KINDS: dict[str, Kind] = {"lm": "text", "chat": "conversations", "classify": "labelled"}
+_KINDS |= dict.fromkeys(preference_losses.TASKS, "pairs")
 _COLUMNS = ("text_field", "label_field", "fields", "split")
 # As many times the documents of the smallest class.
 _UNEQUAL = 4
@@ -57,7 +58,7 @@ class Project:
     """Options of a new project, as `finetune init` takes them."""
 
     task: str | None = None
-    """`lm`, `chat`, `classify`, `dpo` or `custom`; None to find it in the data, or `lm` without any."""
+    """`lm`, `chat`, `classify`, `custom` or a task of preferences; None to find it in the data, or `lm` without any."""
     model: str | None = None
     data: str | None = None
     adapters: str | None = None
@@ -69,7 +70,7 @@ class Project:
     def verb(self) -> str:
         """The command that makes and runs its recipe, and keeps it in the run directory, as VERB.yaml, which the run
         itself does not touch."""
-        return "dpo" if self.task == "dpo" else "sft"
+        return "dpo" if self.task in preference_losses.TASKS else "sft"
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,8 @@ def write_project(folder: Path, project: Project) -> list[str]:
     files |= launches
     command = " ".join(["finetune", "launch", "--config_file", chosen, "recipe.yaml", *changes])
     files["recipe.yaml"] = f"# {command}\n#\n# {chosen}: {reason}.\n{text}"
-    files["README.md"] = _render("README.md", project, command=command, run=recipe.output.dir)
+    values = {"prefers": draft.values["prefers"], "command": command, "run": recipe.output.dir}
+    files["README.md"] = _render("README.md", project, **values)
     files[".gitignore"] = "runs/\n.cache/\n__pycache__/\n"
     if existing := [name for name in files if (folder / name).exists()]:
         raise RecipeError(
@@ -150,6 +152,9 @@ def make_recipe(project: Project, overrides: Sequence[str], *, quiet: bool = Fal
     settings: dict[str, Any] = {"output": {"dir": folder}}
     for override in overrides:
         apply_override(settings, override)
+    named = (settings.get("task") or {}).get("name")
+    if project.task in preference_losses.TASKS and named in preference_losses.TASKS:
+        project = replace(project, task=named)
     file = Path(os.path.expanduser(str(settings["output"]["dir"]))) / f"{project.verb}.yaml"
     if file.exists():
         text, lines = file.read_text(encoding="utf-8"), [f"Recipe: {file}, as it is there."]
@@ -208,12 +213,19 @@ def _draft_recipe(project: Project, given: Mapping[str, Any] | None = None) -> _
         (source, *_) = (given.get("data") or {}).get("train") or [{}]
         columns = {key: value for key, value in source.items() if key in _COLUMNS}
         survey = survey_source(os.path.expanduser(project.data), _KINDS.get(project.task or ""), columns)
-        project = replace(project, task=next(task for task, kind in _KINDS.items() if kind == survey.kind))
+        found = next(task for task, kind in _KINDS.items() if kind == survey.kind)
+        project = replace(project, task=project.task if _KINDS.get(project.task or "") == survey.kind else found)
+        if survey.single and project.task != "kto":
+            raise DataError(
+                f"{project.data} holds answers with a label, and {project.task} learns pairs: `chosen` and `rejected` "
+                "of each record. Answers with a label are learned with --task kto."
+            )
     task = project.task or "lm"
     project = replace(project, task=task, output=project.output or f"runs/{task}")
-    turns = survey.turns if survey is not None else task in ("chat", "dpo")
+    prefers = task in preference_losses.TASKS
+    turns = survey.turns if survey is not None else prefers or task == "chat"
     values: dict[str, Any] = {"source_keys": survey.keys if survey is not None else {}, "num_labels": 7, "plain": True}
-    values["turns"] = turns
+    values |= {"turns": turns, "prefers": prefers}
     sizes = default_sizes(256, machines.ranks)
     least = _least_recipe(project, survey, turns)
     if least is not None:
@@ -221,9 +233,8 @@ def _draft_recipe(project: Project, given: Mapping[str, Any] | None = None) -> _
         values["plain"] = turns and load_tokenizer(least).chat_template is None
         if values["plain"]:
             least = _least_recipe(project, survey, turns, template="plain")
-    positions = (
-        {"chat": 1024, "dpo": 1024, "classify": 512}.get(task, 256) if least is None else _positions(least, task)
-    )
+    usual = 1024 if prefers else {"chat": 1024, "classify": 512}.get(task, 256)
+    positions = usual if least is None else _positions(least, task)
     if survey is not None:
         if survey.labels:
             known = pretrained_classes(least, classification.HEAD) if least is not None else None
@@ -271,7 +282,7 @@ def _least_recipe(
     source = {"sample": 1} if survey is None else {"path": survey.path, **survey.keys}
     data = {"train": [source], "sequence_length": 2}
     least: dict[str, Any] = {"model": {"name": project.model}, "data": data, "length": {"steps": 1}}
-    if project.task in ("classify", "dpo"):
+    if project.task == "classify" or project.task in preference_losses.TASKS:
         least["task"] = classification.NAME if project.task == "classify" else project.task
     if turns:
         least["chat"] = {"template": template}

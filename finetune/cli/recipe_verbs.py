@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.cli import arguments
+from finetune.config import preference_losses
 from finetune.training.entry_point import DRY_RUN_HELP, add_recipe_arguments, load_checked
 from finetune.utils import hub_access
 from finetune.utils.errors import DataError, RecipeError
@@ -24,14 +25,15 @@ if TYPE_CHECKING:
 
 # Those of `peer_keys`, which is not imported before it is needed.
 CONVERTED_TOOLS = ("trl", "axolotl", "llama-factory", "torchtune")
-TASKS = ("lm", "chat", "classify", "dpo", "custom")
+_EXAMPLES = ("lm", "chat", "classify")
+TASKS = (*_EXAMPLES, *preference_losses.TASKS, "custom")
 CLUSTERS = ("slurm", "k8s", "kubeflow", "sky")
 _RECIPE = "a recipe, by name or path: sample, my/recipe.yaml"
 
 
 def add_verbs(verbs: Any) -> None:
     """Adds the verbs of this file."""
-    for run, tasks in ((sft, TASKS[:3]), (dpo, ())):
+    for run, tasks in ((sft, _EXAMPLES), (dpo, preference_losses.TASKS)):
         verb = arguments.add_verb(verbs, run)
         _add_project_arguments(verb, tasks, required=True)
         verb.add_argument("--output", metavar="DIR", help="the run directory (default: runs/MODEL-DATA)")
@@ -52,7 +54,7 @@ def add_verbs(verbs: Any) -> None:
     text = "processes of the run, which multiply the batch (default: what the config says, or 1)"
     verb.add_argument("--devices", type=int, metavar="N", help=text)
     text = "the task of a config of TRL, which does not name its trainer (default: told by its keys)"
-    verb.add_argument("--task", choices=("dpo", "orpo", "cpo", "simpo"), help=text)
+    verb.add_argument("--task", choices=preference_losses.TASKS, help=text)
 
     for run in (train, launch):
         verb = arguments.add_verb(verbs, run)
@@ -112,8 +114,8 @@ def add_verbs(verbs: Any) -> None:
 def _add_project_arguments(verb: argparse.ArgumentParser, tasks: tuple[str, ...], *, required: bool) -> None:
     """Adds what a new recipe is made of; `required`: the model and the data must be given."""
     own = ("", "") if required else (" (default: a small model, from random weights)", " (default: built-in data)")
-    if tasks:
-        verb.add_argument("--task", choices=tasks, help="what is learned (default: found from the data)")
+    usual = "dpo" if tasks == preference_losses.TASKS else "found from the data"
+    verb.add_argument("--task", choices=tasks, help=f"what is learned (default: {usual})")
     verb.add_argument("--model", required=required, help=f"a directory or a name on the hub{own[0]}")
     verb.add_argument("--data", required=required, metavar="FILE", help=f"a file, glob or directory{own[1]}")
     adapters = verb.add_mutually_exclusive_group()
@@ -136,7 +138,7 @@ def sft(parsed: argparse.Namespace) -> None:
 
 def dpo(parsed: argparse.Namespace) -> None:
     """Train a model on pairs of answers, of which one is preferred, in one command, as `sft` does on examples."""
-    _make_and_run(parsed, "dpo")
+    _make_and_run(parsed, parsed.task or preference_losses.TASKS[0])
 
 
 def _make_and_run(parsed: argparse.Namespace, task: str | None) -> None:

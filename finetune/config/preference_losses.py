@@ -1,20 +1,40 @@
-"""Losses of preferences by name, and the hyperparameters that each takes. Torch is not imported."""
+"""Tasks and losses of preferences by name, and the keys that each reads. Torch is not imported."""
 
 import math
 from collections.abc import Mapping
 from typing import Any
 
+TASKS = ("dpo", "kto", "orpo", "simpo", "cpo", "reward")
+"""Tasks that learn preferences; the first is the default of new recipes."""
 SORTED_LOSSES = ("aot", "aot_unpaired")
 """Losses that need values of the whole global batch."""
-_OF_SCORES = ("sigmoid", "hinge", "ipo", "sigmoid_norm", "robust", "exo_pair", "discopop", "sft")
+_OF_SCORES = ("sigmoid", "hinge", "ipo", "sigmoid_norm", "robust", "exo_pair", "discopop")
 _OF_RATIOS = ("nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down", *SORTED_LOSSES)
 LOSSES = {
-    "dpo": (*_OF_SCORES, *_OF_RATIOS),
+    "dpo": (*_OF_SCORES, "sft", *_OF_RATIOS),
     "kto": ("kto", "apo_zero_unpaired"),
     "cpo": ("sigmoid", "hinge", "ipo"),
 }
 """Losses of each task that has several, by TRL's names; the first is the default."""
-_SMOOTHED = {"dpo": ("robust", "exo_pair", *SORTED_LOSSES), "cpo": ("sigmoid",)}
+_ALL: tuple[str, ...] = ()
+_PAIRS = dict.fromkeys(("dpo", "cpo", "simpo", "orpo"), _ALL)
+READ_BY: dict[str, dict[str, tuple[str, ...]]] = {
+    "loss": dict.fromkeys(LOSSES, _ALL),
+    "loss_weights": dict.fromkeys(LOSSES, _ALL),
+    "beta": {**_PAIRS, "kto": _ALL},
+    "label_smoothing": {"dpo": ("robust", "exo_pair", *SORTED_LOSSES), "cpo": ("sigmoid",), "simpo": _ALL},
+    "f_divergence": {"dpo": _OF_SCORES},
+    "f_alpha": {"dpo": _OF_SCORES},
+    "discopop_tau": {"dpo": ("discopop",)},
+    "ld_alpha": {"dpo": _ALL},
+    "ranking": {**_PAIRS, "reward": _ALL},
+    "gamma": {"simpo": _ALL},
+    "sft_weight": dict.fromkeys(("cpo", "simpo", "orpo"), _ALL),
+    "desirable_weight": {"kto": _ALL},
+    "undesirable_weight": {"kto": _ALL},
+    "centering": {"reward": _ALL},
+}
+"""The tasks that read each key of the recipe's section `preference`, and the losses of each that do; () for all."""
 # The least and the largest value of each key.
 _ABOVE_0 = (math.ulp(0), 1e9, "a number above 0")
 _NOT_NEGATIVE = (0.0, 1e9, "a number from 0 on")
@@ -44,29 +64,50 @@ def problems(task: str, keys: Mapping[str, Any]) -> list[str]:
     known = LOSSES.get(task, ())
     losses = list(keys.get("loss", known[:1]))
     if unknown := [name for name in losses if name not in known]:
+        others = {name: [other for other, names in LOSSES.items() if name in names] for name in unknown}
+        elsewhere = "".join(f"; {name} is one of task {' and '.join(of)}" for name, of in others.items() if of)
         allowed = f"has {', '.join(known)}" if known else "has one loss, and no such key"
-        found.append(f"preference.loss names {', '.join(unknown)}; task {task} {allowed}")
-    own = {"centering", "ranking"} if task == "reward" else keys.keys() - {"centering"}
-    found += [f"preference.{key} is no key of task {task}; remove it" for key in keys if key not in {*own, "loss"}]
+        found.append(f"preference.loss names {', '.join(unknown)}; task {task} {allowed}{elsewhere}")
+    found += unread(task, keys).values()
     if known and len({*losses}) != max(len(losses), 1):
         found.append(f"preference.loss is {losses}; it names at least one loss, and each once")
     weights = list(keys.get("loss_weights", [1.0] * len(losses)))
-    if len(weights) != len(losses) or not all(0 < weight < math.inf for weight in weights):
+    if known and (len(weights) != len(losses) or not all(0 < weight < math.inf for weight in weights)):
         found.append(f"preference.loss_weights is {weights}; it has a number above 0 for each of {losses}")
-    if smoothing := keys.get("label_smoothing"):
-        smoothed = _SMOOTHED.get(task, ())
-        if task != "simpo" and not {*losses} & {*smoothed}:
-            which = f"of the losses of {task}, {', '.join(smoothed)} do" if smoothed else f"{task} has no such loss"
-            found.append(
-                f"preference.label_smoothing is {smoothing}, and {', '.join(losses) or task} does not take it: {which}."
-                " Remove the key, or name another loss"
-            )
-    elif "exo_pair" in losses:
+    if "exo_pair" in losses and not keys.get("label_smoothing"):
         found.append("preference.label_smoothing is 0, of which exo_pair takes the logarithm; its authors take 0.001")
-    divergence = keys.get("f_divergence", "reverse_kl")
-    if divergence != "reverse_kl" and (others := [name for name in losses if name in _OF_RATIOS]):
-        found.append(
+    return found
+
+
+def unread(task: str, keys: Mapping[str, Any]) -> dict[str, str]:
+    """Returns a sentence or two on each key that the task, or the losses that are named, do not read; see `problems`.
+
+    Names of losses are left to that.
+    """
+    losses = list(keys.get("loss", LOSSES.get(task, ())[:1]))
+    sentences = {key: _why_unread(task, key, keys, losses) for key in keys if key != "loss"}
+    return {key: sentence for key, sentence in sentences.items() if sentence}
+
+
+def _why_unread(task: str, key: str, keys: Mapping[str, Any], losses: list[str]) -> str:
+    read, divergence = READ_BY[key], keys.get("f_divergence", "reverse_kl")
+    if task not in read:
+        return f"preference.{key} is no key of task {task}; it is one of {', '.join(read)}. Remove it"
+    if key == "f_divergence" and (others := [name for name in losses if name in _OF_RATIOS]):
+        return (
             f"preference.f_divergence is {divergence}, and {', '.join(others)} has reverse_kl alone: other divergences "
             f"leave a term that cancels in differences of rewards only. {', '.join(_OF_SCORES)} take them"
         )
-    return found
+    which, readers, of = losses, read[task], f"of the losses of {task}, "
+    if key == "f_alpha" and divergence != "alpha_divergence":
+        which, readers, of = [f"f_divergence {divergence}"], ("alpha_divergence",), ""
+    if not readers or not which or {*which} & {*readers}:
+        return ""
+    why = f"{of}{', '.join(readers)} do" if len(readers) > 1 else f"{of}{readers[0]} does"
+    if key == "label_smoothing" and "sigmoid" in losses:
+        why += " (older TRL and LLaMA-Factory smooth `sigmoid`, cDPO; `robust` is its unbiased form)"
+    does = "does" if len(which) == 1 else "do"
+    return (
+        f"preference.{key} is {keys[key]}, and {', '.join(which)} {does} not take it: {why}. Remove the key, or name "
+        "another loss"
+    )

@@ -310,7 +310,7 @@ class DataSection(Section):
     """Sources of validation documents. Empty: a part of `train` is held out, see `validation_fraction`."""
     validation_fraction: Annotated[Fraction, "share of the documents"] = 0.01
     """Fraction of the training documents that is held out if `validation` is empty. It is chosen by a hash of the
-    document, so that a document never moves between the two."""
+    document, of preferences by that of their prompt, so that a document never moves between the two."""
     sequence_length: Annotated[int, Field(ge=2, le=2**24), "tokens"] = 1024
     """Tokens in a row (`T`)."""
     packing: Literal["wrapped", "documents", "padded"] = "documents"

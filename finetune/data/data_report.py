@@ -45,6 +45,17 @@ COUNTED = {
     "overlap": "documents that are training documents too",
 }
 """Words for counts of a `SplitReport`."""
+COUNTED_OF_CHAT = {
+    "unsupervised": "conversations left out (nothing to learn)",
+    "too_long": "conversations left out as too long",
+    "alike": "pairs left out that differ only in what was cut off",
+    "ties": "pairs whose answers have the same score",
+    "cut": "conversations cut",
+    "answers_cut": "answers cut",
+    "tools_dropped": "conversations without their tools",
+    "shared": "answers that begin inside a token of the prompt",
+}
+"""Words for counts of its `chat`."""
 
 
 @dataclass(frozen=True)
@@ -249,12 +260,7 @@ def _notes(split: SplitReport) -> dict[str, int]:
     notes = {
         **{what: getattr(split, key) for key, what in COUNTED.items()},
         **{f"conversations left out ({kind})": count for kind, count in split.broken.items()},
-        "conversations left out (nothing to learn)": chat.unsupervised,
-        "conversations left out as too long": chat.too_long,
-        "conversations cut": chat.cut,
-        "answers cut": chat.answers_cut,
-        "conversations without their tools": chat.tools_dropped,
-        "answers that begin inside a token of the prompt": chat.shared,
+        **{what: getattr(chat, key) for key, what in COUNTED_OF_CHAT.items()},
         **{f"conversations with `{name}` unwritten": count for name, count in chat.unwritten.items()},
     }
     return {what: count for what, count in notes.items() if count}

@@ -346,18 +346,22 @@ def _find_reader(request: _Request, corpora: Sequence[Corpus], held_out: float) 
     eos = found.eos_token_id if data.add_eos and not facts[0] else None
     if chat is None:
         options: dict[str, Any] = {"num_workers": data.num_workers, "paired": request.paired, "around": (bos, eos)}
-        return _Reader(found, _of_kind(request, Encoder(found, request.kind.encode, **options)), *facts)
+        return _Reader(found, _of_kind(request, found, Encoder(found, request.kind.encode, **options)), *facts)
     template = find_template(found, chat.template, chat.template_args)
     if chat.template is not None:
         # What is trained is what the saved tokenizer writes.
         found.chat_template = template.text
     options = {"row_length": _row_length(request), "around": (bos, eos), "tolerance": request.tolerance}
-    return _Reader(found, _of_kind(request, ChatEncoder(found, template, chat, **options)), *facts)
+    return _Reader(found, _of_kind(request, found, ChatEncoder(found, template, chat, **options)), *facts)
 
 
-def _of_kind(request: _Request, encoder: Encoder | ChatEncoder) -> Encoder | ChatEncoder | PreferenceEncoder:
-    margins = "margins" in request.kind.of_documents
-    return PreferenceEncoder(encoder, _row_length(request), margins=margins) if request.kind.judged else encoder
+def _of_kind(
+    request: _Request, tokenizer: PreTrainedTokenizerBase, encoder: Encoder | ChatEncoder
+) -> Encoder | ChatEncoder | PreferenceEncoder:
+    if not request.kind.judged:
+        return encoder
+    margins, length = "margins" in request.kind.of_documents, _row_length(request)
+    return PreferenceEncoder(encoder, tokenizer, length, margins=margins, tolerance=request.tolerance)
 
 
 def _row_length(request: _Request) -> int:

@@ -23,11 +23,28 @@ _PREVIEWED, _PREVIEWED_TOKENS = 3, 240
 def preview(rows: Rows, tokenizer: Any, label_names: Sequence[str]) -> list[list[dict[str, Any]]]:
     """Returns lines about the first examples, for `examples.json`: parts with `text` and whether it is `learned`.
 
-    Of a long example only the beginning and the end are there.
+    Of a long example only the beginning and the end are there. Pairs of answers are texts: the prompt, and both
+    answers as learned.
     """
+    if isinstance(rows, TokenRows) and rows.kind.judged and len(rows) and len([*rows.kind.examples(rows, 0, ())]) > 1:
+        return [*_pairs_of_texts(rows, tokenizer)]
     lines = examples(rows, tokenizer, label_names, _PREVIEWED, coloured=True, most_tokens=_PREVIEWED_TOKENS)
     # A page says for itself how learned tokens are marked.
     return [_parts(line) for line in lines if not line.plain.startswith(_DIVIDED)]
+
+
+def _pairs_of_texts(rows: TokenRows, tokenizer: Any) -> Iterator[list[dict[str, Any]]]:
+    for row in range(min(_PREVIEWED, len(rows))):
+        chosen, rejected = (shown.ids for shown in rows.kind.examples(rows, row, ()))
+        shorter = min(chosen.size, rejected.size)
+        differ = np.flatnonzero(chosen[:shorter] != rejected[:shorter])
+        same = int(differ[0]) if differ.size else shorter
+        for name, ids in {"prompt": chosen[:same], "chosen": chosen[same:], "rejected": rejected[same:]}.items():
+            yield [{"text": f"example {row + 1}, {name}: {ids.size:,} tokens", "learned": False}]
+            half = _PREVIEWED_TOKENS // 2
+            ends = [ids] if ids.size <= 2 * half else [ids[:half], ids[-half:]]
+            text = " … ".join(str(tokenizer.decode(end)) for end in ends)
+            yield [{"text": text, "learned": name != "prompt"}]
 
 
 def _parts(line: Text) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from finetune.data.rows.kinds import answer_pairs, classes, documents
 from finetune.data.sources.column_names import guess_chat_fields, guess_field, guess_pair_fields
 from finetune.data.sources.conversation_formats import AS_IT_IS, RecordForm, Tolerance, find_format
 from finetune.data.sources.corpus import open_source
-from finetune.data.sources.preference_formats import PreferenceForm, has_prompt
+from finetune.data.sources.preference_formats import LABELS, Preference, PreferenceForm, has_prompt
 from finetune.data.tokenization.tokenizer import Encoder, load_tokenizer
 from finetune.utils.errors import DataError
 
@@ -74,6 +74,8 @@ class SourceSurvey:
     """The first of them, as a run reads them: conversations are JSON."""
     form: str = ""
     """Format of conversations; of pairs `conversations`, or `texts` that hold their prompts."""
+    single: bool = False
+    """True if pairs are single answers instead, each with a label."""
     labels: dict[int | str, int] = field(default_factory=dict)
     """Documents of each class."""
     places: tuple[tuple[int | str, str], ...] = ()
@@ -88,7 +90,8 @@ class SourceSurvey:
 
     def line(self) -> str:
         """Returns a line for people."""
-        what = {"text": "texts", "labelled": "texts with a class", "pairs": "pairs of answers"}.get(
+        pairs = "answers with a label" if self.single else "pairs of answers"
+        what = {"text": "texts", "labelled": "texts with a class", "pairs": pairs}.get(
             self.kind, f"conversations ({self.form})"
         )
         count = f"{self.documents:,}" if self.whole else f"about {self.documents:,}"
@@ -155,6 +158,7 @@ def survey_source(path: str, kind: Kind | None = None, given: Mapping[str, Any] 
         whole=whole,
         texts=tuple(texts),
         form=detected,
+        single=record_kind == "pairs" and Preference.from_json(texts[0]).label is not None,
         labels=dict(labels),
         places=tuple(places.values()),
         classes=KnownClasses(names, path) if names else None,
@@ -174,6 +178,8 @@ def _describe(
     if kind == "pairs" or (kind is None and not named and "fields" not in given):
         ranked = "completions" in record and bool({"scores", "ranks"} & record.keys())
         pairs = given.get("fields") or ({} if ranked else guess_pair_fields(record))
+        if pairs is None and kind == "pairs" and any(name in record for name in LABELS):
+            pairs = {}
         if pairs is not None:
             return "pairs", {"fields": pairs} if pairs else {}
     form, fields = find_format(record), given.get("fields") or guess_chat_fields(record)
@@ -246,9 +252,9 @@ def token_lengths(survey: SourceSurvey, recipe: Recipe) -> list[int]:
         chat = ChatEncoder(tokenizer, template, recipe.chat, row_length=most)
     where = f"{survey.path}, document"
     if survey.kind == "pairs":
-        pairs = PreferenceEncoder(chat or Encoder(tokenizer, num_workers=None), most)
-        both = [pairs.encode(text.encode(), f"{where} {n}") for n, text in enumerate(survey.texts, start=1)]
-        return [max(half.ids.size for half in halves) for halves in both]
+        pairs = PreferenceEncoder(chat or Encoder(tokenizer, num_workers=None), tokenizer, most)
+        answers = (pairs.answers(text.encode(), f"{where} {n}") for n, text in enumerate(survey.texts, start=1))
+        return [max(answer.ids.size for answer in each) for each in answers]
     if chat is None:
         # One more at each end, at most.
         lengths = Encoder(tokenizer, num_workers=None).encode([text.encode() for text in survey.texts]).lengths

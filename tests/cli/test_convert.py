@@ -274,7 +274,7 @@ def test_trl_of_pairs(tmp_path: Path) -> None:
         "loss_weights": (1.0, 0.5),
         "beta": 0.2,
     }
-    assert "label_smoothing: label_smoothing is 0.1, and sigmoid, sft does not take it" in said
+    assert "label_smoothing: label_smoothing is 0.1, and sigmoid, sft do not take it" in said
     assert "max_prompt_length: data.sequence_length is for a prompt with an answer" in said
     # TRL's own values: its trainers of pairs switch dropout off, adapters' too.
     assert recipe.lora is not None
@@ -299,6 +299,12 @@ def test_trl_of_pairs(tmp_path: Path) -> None:
         ({"loss_type": "robust", "label_smoothing": 0.1}, None, "dpo", {"loss": ("robust",), "label_smoothing": 0.1}),
         ({"rpo_alpha": 0.5, "beta": 0.1}, None, "dpo", {"loss": ("sigmoid", "sft"), "loss_weights": (1.0, 0.5)}),
         ({"loss_type": "dft"}, None, "causal_lm", None),
+        ({"loss_type": "apo_zero_unpaired"}, None, "kto", {"loss": ("apo_zero_unpaired",)}),
+        ({"desirable_weight": 1.5, "beta": 0.2}, None, "kto", {"desirable_weight": 1.5, "beta": 0.2}),
+        ({"center_rewards_coefficient": 0.01}, None, "reward", {"centering": 0.01}),
+        ({"center_rewards_coefficient": 0.0}, "reward", "reward", None),
+        # What a trainer does not read is left out.
+        ({"beta": 0.2, "simpo_gamma": 1.0, "f_alpha_divergence_coef": 1.0}, "dpo", "dpo", {"beta": 0.2}),
     ],
 )
 def test_tasks_of_trl(
@@ -329,6 +335,43 @@ def test_noise_and_smoothing(tmp_path: Path) -> None:
     assert "label_smoothing_factor: dpo learns answers, whose loss it does not change" in said
     found, _ = both("none", {**TRL, "label_smoothing_factor": 0.0, "neftune_noise_alpha": None})
     assert found == (None, None)
+
+
+def test_answers_with_labels_and_rewards(tmp_path: Path) -> None:
+    """Of Axolotl and LLaMA-Factory."""
+
+    def of(config: dict[str, Any]) -> tuple[Any, dict[str, Any], str]:
+        (tmp_path / "new" / "recipe.yaml").unlink(missing_ok=True)
+        recipe, said = converted(tmp_path, config)
+        return recipe, recipe.preference.model_dump(exclude_defaults=True) if recipe.preference else {}, said
+
+    labelled = {"path": "org/labelled", "type": {"field_prompt": "q", "field_completion": "a", "field_label": "good"}}
+    data = [labelled, {"path": "org/argilla", "type": "llama3.argilla"}]
+    kto = {"rl": "kto", "datasets": data, "kto_desirable_weight": 0.2, "kto_undesirable_weight": 1.0}
+    recipe, section, _ = of({**AXOLOTL_DPO, "dpo_label_smoothing": None, **kto})
+    assert (recipe.task.name, section) == ("kto", {"beta": 0.2, "desirable_weight": 0.2})
+    named, argilla = recipe.data.train
+    assert (named.fields, argilla.fields) == ({"prompt": "q", "completion": "a", "label": "good"}, {})
+    rewards = {"rl": None, "rl_beta": None, "reward_model": True, "center_rewards_coefficient": 0.1}
+    data = [{"path": "org/pairs", "type": "bradley_terry.chat_template"}]
+    recipe, section, _ = of({**AXOLOTL_DPO, "dpo_label_smoothing": None, **rewards, "datasets": data})
+    assert (recipe.task.name, recipe.data.packing, section) == ("reward", "padded", {"centering": 0.1})
+
+    liked = {"file_name": "liked.json", "columns": {"prompt": "q", "response": "a", "kto_tag": "good"}}
+    talks = {"formatting": "sharegpt", "columns": {"messages": "talk", "kto_tag": "label"}, "file_name": "talks.json"}
+    (tmp_path / "dataset_info.json").write_text(json.dumps({**INFO, "tagged": liked, "talks": talks}))
+    keys = {**FACTORY, **FACTORY_DPO, "pref_ftx": 0.5, "kto_chosen_weight": 2.0, "kto_rejected_weight": 1.0}
+    recipe, section, said = of({**keys, "stage": "kto", "dataset": "tagged,talks,liked"})
+    assert (recipe.task.name, section) == ("kto", {"beta": 0.2, "desirable_weight": 2.0})
+    assert [source.fields for source in recipe.data.train] == [
+        {"instruction": "q", "output": "a", "kto_tag": "good"},
+        {"conversations": "talk", "kto_tag": "label"},
+    ]
+    assert "pref_ftx: kto has no cross-entropy beside its loss" in said
+    assert "dataset.2: liked has no answers with a kto_tag" in said
+    recipe, section, said = of({**FACTORY, "stage": "rm", "dataset": "liked, tagged"})
+    assert (recipe.task.name, recipe.data.packing, section) == ("reward", "padded", {})
+    assert "dataset.1: tagged has no pairs of answers" in said
 
 
 def test_axolotl_of_pairs(tmp_path: Path) -> None:
@@ -440,8 +483,11 @@ def test_what_is_not_known_is_listed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({**FACTORY, "stage": "ppo"}, "stage is ppo, and next tokens and pairs of answers are trained"),
-        ({**AXOLOTL, "rl": "kto"}, "rl is kto, and kto has no counterpart in task.name (dpo, ipo, orpo, simpo)"),
+        ({**FACTORY, "stage": "ppo"}, "stage is ppo, and next tokens and preferences are learned"),
+        (
+            {**AXOLOTL, "rl": "grpo"},
+            "grpo has no counterpart in task.name (dpo, ipo, orpo, simpo, kto)",
+        ),
         ({**TRL, "loss_type": ["sigmoid", "kto_pair"]}, "kto_pair is no loss of dpo here (sigmoid, hinge"),
         ({**TRL, "beta": 0.1, "sync_ref_model": True}, "sync_ref_model is true, and the reference is the model"),
         (
@@ -472,7 +518,10 @@ def test_what_is_not_known_is_listed(tmp_path: Path) -> None:
             "memory may differ: dataloader_num_workers: the launch file or the run decides it; Not in the table of the "
             "tool's keys: brand_new: got 3.",
         ),
-        ({**FACTORY, "stage": "rm", "kto_chosen_weight": 2.0}, "and `dpo`. kto_chosen_weight is 2.0, and answers with"),
+        (
+            {**FACTORY, "stage": "ppo", "ppo_epochs": 2},
+            "and `rm`. ppo_epochs is 2, and online methods and",
+        ),
         # Other tools.
         (
             {"model": {"model_name": "x"}, "training": {"trainer_type": "TRL_SFT"}, "peft": {"lora_r": 4}},

@@ -287,6 +287,34 @@ def test_columns_of_pairs(
             assert make_recipe(Project(model=testdata.MODEL, data="pairs.jsonl"), alone).recipe.task.name == "causal_lm"
 
 
+@pytest.mark.parametrize("how", [["--task", "kto"], ["task.name=kto"]], ids=["option", "key"])
+def test_answers_with_labels(
+    how: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    records = [{"prompt": f"Who is {n}?", "completion": "Nora.", "label": not n % 3} for n in range(60)]
+    Path("answers.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    started: list[Any] = []
+    monkeypatch.setattr("finetune.cli.recipe_verbs._start", started.append)
+    words = ["dpo", "--model", testdata.MODEL, "--data", "answers.jsonl", "--lora", "--config_file", "single"]
+    assert main.main([*words, *how]) == 0
+    assert "answers.jsonl: 60 answers with a label" in capsys.readouterr().out
+    recipe = load_recipe(started[0].recipe)
+    assert (recipe.task.name, recipe.data.packing, recipe.optim.lr) == ("kto", "documents", 5e-6)
+    assert main.main([*words, "--output", "runs/pairs"]) == 2
+    assert "answers.jsonl holds answers with a label, and dpo learns pairs" in capsys.readouterr().err
+
+
+def test_a_reward_model_is_a_key_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    record = {"prompt": "Who?", "chosen": "Nora.", "rejected": "It."}
+    Path("pairs.jsonl").write_text(f"{json.dumps(record)}\n" * 60)
+    made = make_recipe(Project("dpo", testdata.MODEL, "pairs.jsonl", "lora"), ["task.name=reward"])
+    assert (made.recipe.task.name, made.recipe.data.packing, made.recipe.optim.lr) == ("reward", "padded", 1e-4)
+    assert made.recipe.preference is not None
+    assert made.recipe.preference.centering == 0.01
+
+
 def test_columns_of_pairs_without_a_known_name_end_in_a_command_to_paste(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -41,7 +41,11 @@ def test_a_tool_has_a_key_once() -> None:
 def test_what_holds_for_tools_is_in_table_and_schema() -> None:
     assert {*TABLE["defaults"]} == {*TABLE["fixed"]} == {*CONVERTED}
     assert {key for fixed in TABLE["fixed"].values() for key in fixed} <= RECIPE_FIELDS.keys()
-    for tool, defaults in [*TABLE["defaults"].items(), *TABLE["preference_defaults"].items()]:
+    for tool, defaults in [
+        *TABLE["defaults"].items(),
+        *TABLE["preference_defaults"].items(),
+        *TABLE["reward_defaults"].items(),
+    ]:
         assert all(find_peer_key(tool, key) for key in defaults)
 
 

@@ -63,7 +63,7 @@ def test_what_records_are(record: Any, kind: Kind, keys: dict[str, Any], tmp_pat
     ("record", "kind", "says"),
     [
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, "conversations", r"these are no conversations\.$"),
-        ({"prompt": "a", "completion": "b", "label": True}, "pairs", r"these are no pairs of answers\.$"),
+        ({"prompt": "a", "completion": "b"}, "pairs", r"these are no pairs of answers\.$"),
         (
             {"text": "a"},
             "labelled",

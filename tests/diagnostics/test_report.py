@@ -20,6 +20,7 @@ from plotly.offline import get_plotlyjs
 from testdata import MODEL
 
 from finetune.checkpoint.run_history import read_run
+from finetune.data.synthetic import story_generator
 from finetune.diagnostics.run_report import charts, page, run_summary, write_and_serve
 from finetune.diagnostics.run_report.charts import MOST_POINTS, downsample_curve, running_mean
 from finetune.diagnostics.run_report.page import differing_keys
@@ -445,6 +446,39 @@ def test_examples_are_few_and_whole_or_absent(talking: tuple[Path, Path], finish
         written(tmp_path, run)
     (run / "examples.json").unlink()
     assert 'id="examples"' not in written(tmp_path, run).read_text(encoding="utf-8")
+
+
+def test_pairs_are_shown_as_texts_and_their_figures_as_curves(tmp_path: Path) -> None:
+    data = {"train": [{"sample": 12}], "validation": [{"sample": 4}], "cache_dir": str(tmp_path / "cache")}
+    tree = {
+        "task": {"name": "dpo"},
+        "model": {"name": MODEL},
+        "chat": {"template": "plain"},
+        "data": {**data, "sequence_length": 512},
+        "batch": {"global_size": 4, "micro_size": 4},
+        "length": {"steps": 2},
+        "log": {"every_steps": 1},
+        "eval": {"every_steps": 1},
+        "output": {"dir": str(tmp_path / "run")},
+    }
+    run = run_here(tree).directory
+    shown = {chart.key: chart for chart in charts.charts_of([("one", read_run(run))])}
+    for figure in ("margins", "accuracies"):
+        curves = shown[f"rewards-{figure}"].curves
+        assert [curve.name for curve in curves] == [f"rewards/{figure}", f"validation rewards/{figure}"]
+        assert all(len(curve.y) == 2 for curve in curves)
+        assert f"validation-rewards-{figure}" not in shown
+    text = written(tmp_path, run).read_text(encoding="utf-8")
+    examples = html.unescape(text.split('<section id="examples">')[1].split("</section>")[0])
+    titles = [title.split(":")[0] for title in re.findall(r"<h3>(.*?)</h3>", examples)]
+    assert titles == [f"example {n}, {name}" for n in (1, 2, 3) for name in ("prompt", "chosen", "rejected")]
+    first = next(story_generator.preferences(1))
+    prompt, *answers = re.findall("<blockquote>(.*?)</blockquote>", examples, re.DOTALL)[:3]
+    assert first.prompt[0]["content"][:40] in prompt
+    for answer, (wanted,) in zip(answers, (first.chosen, first.rejected), strict=True):
+        assert answer == f"<mark>{answer[6:-7]}</mark>"
+        assert wanted["content"].endswith(answer[6:-7].strip().removesuffix("</s>"))
+    assert "length alone predicts" in text
 
 
 # ---------------------------------------------------------------- files

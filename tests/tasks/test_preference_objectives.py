@@ -1,6 +1,8 @@
 """Every objective against a formula that is written another way, in fp64, and what must hold for all of them."""
 
+import inspect
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +16,10 @@ from plain_preferences import Labelled, both_answers, train_dpo, train_kto
 from plain_preferences import Pair as PlainPair
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from finetune.config.preference_losses import LOSSES, SORTED_LOSSES, problems
+from finetune.config.preference_losses import LOSSES, READ_BY, SORTED_LOSSES, problems
+from finetune.config.recipe import validate_recipe
+from finetune.config.recipe_schema import PreferenceSection
+from finetune.data.rows.kinds.answer_pairs import preference_form
 from finetune.tasks.preferences.objectives import (
     Pair,
     answer_figures,
@@ -31,6 +36,10 @@ from finetune.tasks.preferences.objectives import (
     window_values,
     without_reference,
 )
+from finetune.tasks.preferences.pairs import _sft
+from finetune.tasks.task_lookup import BUILT_IN
+from finetune.utils.errors import RecipeError
+from finetune.utils.import_object import import_object
 
 Floats = NDArray[np.float64]
 BETA, SMOOTHING, TAU, ALPHA = 0.3, 0.1, 0.05, 0.7
@@ -326,7 +335,7 @@ def test_figures_are_sums_and_counts() -> None:
             {"label_smoothing": 0.1},
             "label_smoothing is 0.1, and sigmoid does not take it: of the losses of dpo, rob",
         ),
-        ("dpo", {"loss": ["kto"]}, "preference.loss names kto; task dpo has sigmoid, hinge"),
+        ("dpo", {"loss": ["kto"]}, "aot, aot_unpaired; kto is one of task kto"),
         ("dpo", {"loss": []}, "it names at least one loss, and each once"),
         ("dpo", {"loss": ["ipo", "ipo"], "loss_weights": [1, 1]}, "it names at least one loss, and each once"),
         ("dpo", {"loss": ["ipo", "sft"], "loss_weights": [1]}, "it has a number above 0 for each of ['ipo', 'sft']"),
@@ -336,7 +345,15 @@ def test_figures_are_sums_and_counts() -> None:
             {"loss": ["aot"], "f_divergence": "forward_kl"},
             "f_divergence is forward_kl, and aot has reverse_kl alone",
         ),
-        ("dpo", {"discopop_tau": 1.0}, "discopop_tau is 1.0; it is above 0 and below 1"),
+        (
+            "dpo",
+            {"f_divergence": "forward_kl", "loss": ["sft"]},
+            "f_divergence is forward_kl, and sft does not take it",
+        ),
+        ("dpo", {"f_divergence": "forward_kl", "f_alpha": 0.2}, "f_alpha is 0.2, and f_divergence forward_kl does not"),
+        ("dpo", {"loss": ["discopop"], "discopop_tau": 1.0}, "discopop_tau is 1.0; it is above 0 and below 1"),
+        ("dpo", {"discopop_tau": 0.1}, "discopop_tau is 0.1, and sigmoid does not take it: of the losses of dpo, disc"),
+        ("dpo", {"label_smoothing": 0.1}, "cDPO; `robust` is its unbiased form"),
         ("dpo", {"ld_alpha": 1.5}, "ld_alpha is 1.5; it is from 0 to 1"),
         ("kto", {"undesirable_weight": 0}, "undesirable_weight is 0; it is a number above 0"),
         ("kto", {"loss": ["sigmoid"]}, "preference.loss names sigmoid; task kto has kto, apo_zero_unpaired"),
@@ -365,6 +382,55 @@ def test_bad_hyperparameters(task: str, keys: dict[str, Any], said: str) -> None
 )
 def test_good_hyperparameters(task: str, keys: dict[str, Any]) -> None:
     assert problems(task, keys) == []
+
+
+# A value of each key that is not its default, and that a task with that key takes.
+VALUES: dict[str, Any] = {
+    "loss": ["ipo"],
+    "loss_weights": [0.5],
+    "beta": 0.2,
+    "label_smoothing": 0.1,
+    "f_divergence": "alpha_divergence",
+    "f_alpha": 0.3,
+    "discopop_tau": 0.1,
+    "ld_alpha": 0.5,
+    "ranking": "all",
+    "gamma": 1.0,
+    "sft_weight": 0.2,
+    "desirable_weight": 2.0,
+    "undesirable_weight": 2.0,
+    "centering": 0.1,
+}
+PREFERENCE_TASKS = [name for name, task in BUILT_IN.items() if task.rows.judged]
+
+
+@pytest.mark.parametrize("key", PreferenceSection.model_fields)
+@pytest.mark.parametrize("task", PREFERENCE_TASKS)
+def test_each_key_is_read_by_a_task_or_refused(task: str, key: str) -> None:
+    """Refusals name the key, and the tasks that read it; what is read stands in the source of the task."""
+    keys = {key: VALUES[key]}
+    if key == "loss" and task in LOSSES:
+        keys["loss"] = [LOSSES[task][-1]]
+    elif task == "dpo" and (needed := {"label_smoothing": "robust", "discopop_tau": "discopop"}.get(key)):
+        keys["loss"] = [needed]
+    elif key == "f_alpha" and task == "dpo":
+        keys["f_divergence"] = "alpha_divergence"
+    read, found = READ_BY[key], problems(task, keys)
+    function = import_object(BUILT_IN[task].place, "task.name")
+    source = inspect.getsource(function) + inspect.getsource(preference_form) * (task != "kto")
+    source += inspect.getsource(_sft) * ("_sft(" in source)
+    assert (re.search(rf"\b(section|preference)\.{key}\b", source) is not None) == (task in read)
+    if task in read:
+        assert found == []
+    else:
+        assert any(f"preference.{key} " in text and (key == "loss" or ", ".join(read) in text) for text in found)
+
+
+@pytest.mark.parametrize("task", [name for name, task in BUILT_IN.items() if not task.rows.judged])
+def test_other_tasks_have_no_such_section(task: str) -> None:
+    tree = {"task": task, "preference": {"beta": 0.2}, "model": {"name": "m"}, "data": "f", "length": {"steps": 1}}
+    with pytest.raises(RecipeError, match=f"preference: {task} learns no preferences; remove the section"):
+        validate_recipe(tree, tasks=BUILT_IN)
 
 
 def tiny() -> LlamaForCausalLM:

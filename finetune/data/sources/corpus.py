@@ -1,6 +1,7 @@
 """A source of the recipe, resolved: what it is made of (for the cache's key), and its documents in order.
 
-Documents are normalised, split and weighted by their hash alone; of a classifier each class is split by itself.
+Documents are normalised, split and weighted by their hash alone; of a classifier each class is split by itself, and
+preferences are split by their prompt's, so that answers to one prompt are on one side.
 """
 
 import itertools
@@ -19,6 +20,7 @@ import xxhash
 from finetune.config.recipe_paths import check_split, data_files_below, find_files
 from finetune.config.recipe_schema import Source
 from finetune.data.sources.conversation_formats import RecordForm
+from finetune.data.sources.preference_formats import Preference
 from finetune.data.sources.readers import (
     BATCH_ROWS,
     Document,
@@ -266,7 +268,7 @@ class Rules:
     strip: bool
     lowercase: bool
     held_out: float
-    """Share of the documents, by hash, that is kept for evaluation."""
+    """Share of the documents, by hash, that is kept for evaluation; of preferences by that of their prompt."""
     by_class: bool = False
     """True if that share is one of each class, for which all labels are read first."""
 
@@ -300,6 +302,7 @@ def choose_texts(corpus: Corpus, rules: Rules, held_digests: npt.NDArray[np.uint
     """
     whole, fraction = divmod(corpus.source.weight, 1.0)
     held_below, kept_below = int(rules.held_out * _RANGE), int(fraction * _RANGE)
+    by_prompt = held_below and corpus.fields.form is not None and corpus.fields.form.format == "preferences"
     for document in corpus.documents():
         if corpus.fields.form is not None and not document.text:
             continue  # broken, and counted where it was read
@@ -317,12 +320,17 @@ def choose_texts(corpus: Corpus, rules: Rules, held_digests: npt.NDArray[np.uint
         if kept_below and xxhash.xxh3_64_intdigest(data, seed=_WEIGHT_SEED) < kept_below:
             copies += 1
         if copies:
-            held_out = digest < held_below
+            held_out = (_prompt_digest(data) if by_prompt else digest) < held_below
             if held_digests is not None:
                 index = int(np.searchsorted(held_digests, np.uint64(digest)))
                 held_out = index < held_digests.size and int(held_digests[index]) == digest
             copies = 1 if held_out else copies
             yield Chosen(data, digest, held_out, copies, corpus.meter.done, document)
+
+
+def _prompt_digest(preference: bytes) -> int:
+    prompt = json.dumps(Preference.from_json(preference).prompt, ensure_ascii=False)
+    return xxhash.xxh3_64_intdigest(prompt.encode("utf-8"))
 
 
 def label_places(corpora: Sequence[Corpus]) -> Iterator[tuple[int | str, str]]:

@@ -25,8 +25,8 @@ from finetune.data.sources.conversation_formats import (
 )
 from finetune.utils.errors import DataError
 
-FORMAT_VERSION = 1
-"""Version of the reading of records; part of the cache's key."""
+FORMAT_VERSION = 2
+"""Version of the reading and splitting of records; part of the cache's key."""
 _EMPTY = "the answer is empty. Mend the record, or remove it."
 _DIFFER = "the answers are to different prompts, or to none. A pair is two answers to one prompt: mend the record."
 _LAST = "an answer ends with a turn of the assistant, and at least one of its turns is learned. Mend the record."
@@ -34,10 +34,11 @@ _WEIGHED = "an answer counts 1, or turns of it 0. Remove other weights; `prefere
 
 Answer = str | list[dict[str, Any]]
 
-_LABELS = ("label", "kto_tag")
+LABELS = ("label", "kto_tag")
+"""Fields that tell if an answer is desirable."""
 _SCORES = (("score_chosen", "score_rejected"), ("chosen_score", "rejected_score"), ("chosen_rating", "rejected_rating"))
 # What is read here; the rest of a record is read as that of a conversation.
-_OWN = ("chosen", "rejected", "completion", "completions", "margin", "scores", "ranks", *_LABELS, *sum(_SCORES, ()))
+_OWN = ("chosen", "rejected", "completion", "completions", "margin", "scores", "ranks", *LABELS, *sum(_SCORES, ()))
 _TURNS = ("messages", "conversations", "conversation", "prompt")
 # A prompt that is one text, and what an answer beside it is called.
 _ANSWERS = {"prompt": "completion", "instruction": "output", "question": "answer"}
@@ -147,7 +148,7 @@ class PreferenceForm:
             return ""
 
     def _preferences(self, record: Mapping[str, Any], where: str) -> Iterator[Preference]:
-        label = next((name for name in _LABELS if name in record), None)
+        label = next((name for name in LABELS if name in record), None)
         if {"chosen", "rejected"} <= record.keys():
             names = next((names for names in _SCORES if record.keys() & {*names}), ())
             score = [_number(record.get(name), f"{where}: '{name}'") for name in names]

@@ -29,6 +29,10 @@ class Facts:
     """Answers that lost their end, or all."""
     too_long: int = 0
     """Conversations left out because they are too long."""
+    alike: int = 0
+    """Pairs among these, whose answers are the same once they are cut."""
+    ties: int = 0
+    """Pairs whose answers have the same score."""
     unsupervised: int = 0
     """Conversations left out because there is nothing to learn from."""
     refused: int = 0

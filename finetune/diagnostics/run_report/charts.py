@@ -138,7 +138,11 @@ def charts_of(runs: Sequence[tuple[str, RunHistory]]) -> list[Chart]:
         norms += _clipped_and_skipped(only)
         step_time = Chart("step-time", "Where a step's time goes", "s", _phases(only), restarts, from_zero=True)
     figures = {key: logged(key, key) for _, run in runs for key in run.training if key not in TRAINING}
-    figures |= {key: evaluated(key) for _, run in runs for key in run.metrics}
+    for key in dict.fromkeys(key for _, run in runs for key in run.metrics):
+        # Of a single run, what steps and evaluations both have is one chart.
+        of = key.removeprefix("validation_")
+        chart_key = of if only is not None and of in figures else key
+        figures[chart_key] = [*figures.get(chart_key, []), *evaluated(key)]
     away = {key: (title, _differences(drawn, title)) for key, title in _COMPARED.items()} if only is None else {}
     shown = [
         *(

@@ -16,7 +16,7 @@ from finetune.checkpoint.run_history import STATUSES, RunHistory, Sample, Series
 from finetune.checkpoint.trusted_code import SHIPPED, check_code
 from finetune.config.recipe import load_recipe
 from finetune.config.recipe_schema import NAMES_OF_CODE
-from finetune.data.data_report import COUNTED, WORDS
+from finetune.data.data_report import COUNTED, COUNTED_OF_CHAT, WORDS, PairReport
 from finetune.tasks.class_tables import classes_table, confusion_table
 from finetune.utils import json_files
 from finetune.utils.errors import CheckpointError, FinetuneError, RecipeError
@@ -324,7 +324,10 @@ def data_examples(run: RunHistory) -> list[list[dict[str, Any]]]:
 def data_notes(sides: dict[str, dict[str, Any]]) -> Iterator[str]:
     """Yields what was found in the training and validation documents."""
     for name, side in sides.items():
+        if pairs := side.get("pairs"):
+            yield f"{name}: {PairReport(**pairs).line()}"
         counted = [(side.get(key), what) for key, what in COUNTED.items()]
+        counted += [((side.get("chat") or {}).get(key), what) for key, what in COUNTED_OF_CHAT.items()]
         counted += [(count, f"conversations left out ({kind})") for kind, count in (side.get("broken") or {}).items()]
         yield from (f"{name}: {count:,} {what}" for count, what in counted if count)
         for finding in side.get("findings") or ():

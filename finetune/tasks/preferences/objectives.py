@@ -52,7 +52,7 @@ def divergence_scores(ratios: Pair, divergence: str = "reverse_kl", alpha: float
     on as a straight line. TRL's goes on to 80 and is constant beyond, without a gradient; for `forward_kl` its loss is
     infinite or NaN where r < -88.
 
-    Source: f-DPO, arXiv:2309.16240, table 1, whose alpha is 1 - alpha of TRL and of here.
+    Source: f-DPO, arXiv:2309.16240, whose alpha is 1 - alpha of TRL and of here.
     """
     power = {"forward_kl": -1.0, "alpha_divergence": alpha - 1.0}.get(divergence, 0.0)
     if divergence == "js_divergence":
@@ -148,7 +148,7 @@ def aot_loss(
     belongs to the pair of its a and to that of its b, which may be in another micro-batch; each gets half of the loss,
     and the gradient of its own term. TRL sorts within a micro-batch of one rank.
 
-    Source: AOT, arXiv:2406.05882, sections 3.1 and 3.2.
+    Source: AOT, arXiv:2406.05882, section 3.
     """
     policy_w, policy_l, reference_w, reference_l = window.unbind(1)
     if paired:
@@ -184,7 +184,7 @@ def orpo(policy: Pair, tokens: Pair, beta: float) -> tuple[Tensor, Tensor]:
 
     The task adds `sft`. TRL's NLL is over the prompt, too, and is a mean over the micro-batch; LF's is -m_w.
 
-    Source: ORPO, arXiv:2403.07691, eq. 6 and 7, whose lambda is beta.
+    Source: ORPO, arXiv:2403.07691, eq. 4 and 7, whose lambda is beta.
     """
     means = policy.over(tokens)
     log_odds = means.margin - log1mexp(means.chosen) + log1mexp(means.rejected)
@@ -197,7 +197,7 @@ def without_reference(values: Pair, beta: float, gamma: float = 0.0, label_smoot
     With a reference of 0, `pair_loss` has CPO's `hinge` and `ipo`. TRL's NLL is a mean over a micro-batch, and added to
     SimPO, too, unless `cpo_alpha` is 0; LF adds none.
 
-    Source: CPO, arXiv:2401.08417, eq. 3; SimPO, arXiv:2405.14734, eq. 6, with beta 2 and more.
+    Source: CPO, arXiv:2401.08417; SimPO, arXiv:2405.14734, with beta 2 and more.
     """
     return smoothed(beta * values.margin - gamma, label_smoothing)
 
@@ -205,7 +205,7 @@ def without_reference(values: Pair, beta: float, gamma: float = 0.0, label_smoot
 def reward(scores: Pair, margin: Tensor | float = 0.0) -> Tensor:
     """-log S(s_w - s_l - margin) for scores s of a reward model. LF has no margin.
 
-    Source: arXiv:2203.02155, eq. 1 (Bradley-Terry); its margin arXiv:2307.09288, eq. 2.
+    Source: arXiv:2203.02155 (Bradley-Terry); its margin arXiv:2307.09288.
     """
     return -logsigmoid(scores.margin - margin)
 
@@ -221,7 +221,7 @@ def centering(scores: Pair) -> Tensor:
 def baseline(window: Tensor) -> Tensor:
     """max(0, mean r) for (G,) log ratios of the global batch's mismatched answers; without a gradient.
 
-    Source: KTO, arXiv:2402.01306, section 4.1. TRL's and LF's is the mean over a micro-batch, then over ranks.
+    Source: KTO, arXiv:2402.01306. TRL's and LF's is the mean over a micro-batch, then over ranks.
     """
     return window.mean().clamp(min=0).detach()
 
@@ -231,7 +231,7 @@ def kto(ratios: Tensor, desirable: Tensor, z: Tensor | float, beta: float, weigh
 
     `desirable` is (B,) bool; z is the `baseline`, or 0, which is TRL's `apo_zero_unpaired`. TRL skips rows of NaN.
 
-    Source: KTO, arXiv:2402.01306, eq. 8; APO, arXiv:2408.06266, eq. 7.
+    Source: KTO, arXiv:2402.01306; APO, arXiv:2408.06266, eq. 7.
     """
     gain = torch.where(desirable, ratios - z, z - ratios)
     return torch.where(desirable, *weights) * (-beta * gain).sigmoid()
