@@ -137,10 +137,15 @@ class PreferenceEncoder:
 
 
 def _labelled(answers: Sequence[Example], labels: Sequence[bool | None]) -> Encoded:
-    ids, masks, facts = zip(*answers, strict=True)
+    ids, masks = [answer.ids for answer in answers], [answer.mask for answer in answers]
     columns: dict[str, Any] = {
         "firsts": np.array([int(mask.argmax()) if mask.size else 0 for mask in masks], np.int64),
         "desirable": np.array(labels, np.uint8),
         "mask": np.concatenate(masks),
     }
-    return Encoded(np.array([one.size for one in ids], np.uint32), np.concatenate(ids), columns, facts=facts)
+    return Encoded(
+        np.array([one.size for one in ids], np.uint32),
+        np.concatenate(ids),
+        columns,
+        facts=tuple(answer.facts for answer in answers),
+    )
