@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -191,7 +192,7 @@ class Backend:
                 self.strategy.check_gradients(self, model, last) if self.unverified else nullcontext(),
                 nullcontext() if last else self.strategy.no_sync(self, model),
             ):
-                loss = model(loss_sum, batch)
+                loss = self._forward(model, loss_sum, batch)
                 self.strategy.backward(self, scaled(loss))
             self.unverified = False
             losses.append(loss.detach())
@@ -209,7 +210,16 @@ class Backend:
 
     def evaluate_batches(self, model: nn.Module, function: Callable[..., Any], batches: Iterable[Any]) -> Iterator[Any]:
         """Yields `function(network, batch)` of each batch, inside the wrapper's forward pass; all ranks call it."""
-        return (model(function, batch) for batch in batches)
+        return (self._forward(model, function, batch) for batch in batches)
+
+    def _forward(self, model: nn.Module, function: Callable[..., Any], batch: Any) -> Any:
+        """Runs a function of the network inside the wrapper's forward pass.
+
+        FSDP2 casts the floats of a module's inputs as it does its weights, those in dicts too. Beside tokens, floats
+        are what losses are computed of (weights, a reference's scores, targets), and stay fp32.
+        """
+        uncast = isinstance(batch, dict) and "input_ids" in batch and self.strategy.casts_weights(self)
+        return model(function, MappingProxyType(batch) if uncast else batch)
 
     def clip(self, model: nn.Module, max_norm: float | None) -> torch.Tensor:
         """Clips the gradients and returns their global norm from before.

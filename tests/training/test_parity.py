@@ -9,7 +9,8 @@ import pytest
 import yaml
 from external_commands import needs_ops
 from harness import ROOT, Launcher, assert_same_path, assert_same_path_in_bf16
-from recipes_for_tests import PARITY, SPLITS, WIDE
+from recipes_for_tests import PARITY, SPLITS, WIDE, base
+from testdata import MODEL
 
 BACKENDS = ["ddp", "fsdp", "fsdp_grad_op", "hsdp", "zero1", "zero2", "zero3", "zero3_offload"]
 BACKENDS += ["sp", "fsdp_sp", "tp", "fsdp_tp", "fsdp_tp_sp"]
@@ -203,9 +204,21 @@ def test_a_lighter_bf16_can_be_asked_for(launcher: Launcher, tmp_path: Path) -> 
 def test_fsdp_gathers_in_bf16_if_the_launch_file_says_so(launcher: Launcher, tmp_path: Path) -> None:
     launch = yaml.safe_load((ROOT / "accelerate_configs/fsdp.yaml").read_text())
     (tmp_path / "fsdp.yaml").write_text(yaml.safe_dump({**launch, "mixed_precision": "bf16"}))
-    run = launcher.one(tmp_path / "fsdp.yaml", PARITY["bf16"]).check()
+    pairs = base(
+        task={"name": "dpo"},
+        model={"name": MODEL, "config": None},
+        tokenizer={"name": None},
+        data={"train": [{"sample": 16}], "validation": [], "validation_fraction": 0.0, "sequence_length": 512},
+        chat={"template": "plain"},
+        length={"steps": 1},
+        precision="bf16",
+    )
+    runs = launcher.many(tmp_path / "fsdp.yaml", {"bf16": PARITY["bf16"], "pairs": pairs})
+    run = runs["bf16"].check()
     assert run.facts["runs"]["model_dtypes"] == ["bfloat16"]
     assert run.facts["runs"]["parameter_dtypes"] == ["float32"]
     assert run.facts["runs"]["reduce_dtype"] == "float32"
     single = launcher.many("single", PARITY)["bf16"]
     assert run.series("loss") == pytest.approx(single.series("loss"), rel=1e-2)
+    # The scores of a reference, which the model still is, are not rounded with its inputs.
+    assert runs["pairs"].check().series("rewards/margins").tolist() == [0.0]
