@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from torch import distributed, nn
+from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from finetune.config.recipe import hint
 from finetune.config.recipe_schema import OptimSection, Recipe
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.parameter_info import DTYPES, local
-from finetune.distributed.state.tensor_shards import part_of, shard_of
 from finetune.distributed.state.weight_average import AVERAGE
 from finetune.optim.lr_schedule import peak_lr
 from finetune.optim.parameter_groups import parameter_groups
@@ -339,13 +339,19 @@ class Muon(Optimizer):
             g.lerp_(velocity, group["momentum"])
         else:
             g.copy_(velocity)
-        shard = shard_of(p.grad, None, None)
+        whole, sharded = p.grad, hasattr(p, "device_mesh")
+        if sharded:
+            # Gradients that rest in host memory are gathered where the process group is.
+            whole = whole.to(p.device_mesh.device_type).full_tensor()
         rows, columns = p.shape
         scale = 0.2 * math.sqrt(max(rows, columns))
         if group["adjust_lr_fn"] == "original":
             scale = math.sqrt(max(1, rows / columns))
-        whole = _orthogonalize(shard.gather(), group) * scale
-        g.copy_(part_of(whole, shard).view_as(g)).add_(local(p), alpha=group["weight_decay"])
+        update: Any = _orthogonalize(whole, group) * scale
+        if sharded:
+            update = DTensor.from_local(update, p.device_mesh, [Replicate()] * p.device_mesh.ndim, run_check=False)
+            update = local(update.redistribute(placements=p.placements))
+        g.copy_(update).add_(local(p), alpha=group["weight_decay"])
 
 
 def _orthogonalize(matrix: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
