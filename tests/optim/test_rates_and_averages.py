@@ -324,3 +324,17 @@ def test_a_resume_may_leave_the_average(done: Any, tmp_path: Path) -> None:
     torch.testing.assert_close(again.weights, weights[-1], rtol=0, atol=0)
     (state,) = (load_file(file) for file in (again.directory / "checkpoints/step-00000012").glob("opt*.safetensors"))
     assert not [key for key in state if key.startswith(("average/", "parameter/"))]
+
+
+def test_an_adapters_average_is_its_file(tmp_path: Path) -> None:
+    optim = {"name": "SGD", "lr": 0.5, "lora_plus": 4.0, "ema_decay": 0.5, "args": {}}
+    tree = adapted(base()["model"], {"rank": 2, "targets": ["q_proj"]}, optim=optim, checkpoint={"every_steps": 2})
+    run = run_here({**tree, "output": {"dir": str(tmp_path)}, "length": {"steps": 2}})
+    saved = run.directory / "checkpoints/step-00000002"
+    adapter, state = (load_file(saved / file) for file in ("model/adapter_model.safetensors", "optimizer.safetensors"))
+    written = load_file(run.directory / "model/adapter_model.safetensors")
+    torch.testing.assert_close(written, adapter, rtol=0, atol=0)
+    learning = {key.replace(".default", ""): t for key, t in state.items() if key.startswith("parameter/")}
+    assert {f"parameter/{key}" for key in adapter} == set(learning)
+    changed = {key: not torch.equal(tensor, learning[f"parameter/{key}"]) for key, tensor in adapter.items()}
+    assert all(changed.values())
