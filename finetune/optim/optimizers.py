@@ -300,7 +300,6 @@ class Muon(Optimizer):
         lr: float = 1e-3,
         weight_decay: float = 0.1,
         momentum: float = 0.95,
-        nesterov: bool = True,
         ns_steps: int = 5,
         ns_dtype: str = "fp32",
         adjust_lr_fn: str = "match_rms_adamw",
@@ -310,15 +309,10 @@ class Muon(Optimizer):
         """`betas` and `eps` are AdamW's."""
         if ns_dtype not in ("fp32", "bf16") or adjust_lr_fn not in ("match_rms_adamw", "original"):
             raise ValueError("ns_dtype is fp32 or bf16, and adjust_lr_fn is match_rms_adamw or original")
-        of_matrices: dict[str, Any] = {
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "adjust_lr_fn": adjust_lr_fn,
-            "matrix": True,
-        }
-        of_matrices |= {"ns_steps": ns_steps, "ns_dtype": ns_dtype}
+        of_matrices = {"matrix": True, "momentum": momentum, "ns_steps": ns_steps}
+        ways = {"ns_dtype": ns_dtype, "adjust_lr_fn": adjust_lr_fn}
         of_others = {"betas": betas, "eps": eps, "weight_decay": weight_decay, "capturable": True}
-        super().__init__(params, {"lr": lr, **of_matrices, **of_others})
+        super().__init__(params, {"lr": lr, **of_matrices, **ways, **of_others})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -335,10 +329,7 @@ class Muon(Optimizer):
         """Writes a matrix's update, before it is multiplied with the rate, in place of its gradient."""
         g, velocity = local(p.grad), _state(self, p, "momentum_buffer")
         velocity.lerp_(g, (1 - group["momentum"]) * go)
-        if group["nesterov"]:
-            g.lerp_(velocity, group["momentum"])
-        else:
-            g.copy_(velocity)
+        g.lerp_(velocity, group["momentum"])  # as Nesterov's
         whole, sharded = p.grad, hasattr(p, "device_mesh")
         if sharded:
             # Gradients that rest in host memory are gathered where the process group is.
