@@ -46,9 +46,9 @@ KINDS["odd"] = own_network("odd", length={"steps": 4}, checkpoint=keeping(2))
 KINDS["averaged"] = base(
     optim={"ema_decay": 0.7, "layer_decay": 0.8, "lr_factors": {"lm_head": 2.0}},
     data={**base()["data"], "sequence_length": 64},
-    length={"steps": 6},
-    eval={"every_steps": 3},
-    checkpoint=keeping(3),
+    length={"steps": 4},
+    eval={"every_steps": 2},
+    checkpoint=keeping(2),
 )
 SPLITTING = ("sp", "fsdp_sp", "tp", "fsdp_tp", "fsdp_tp_sp")
 
