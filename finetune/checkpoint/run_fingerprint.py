@@ -6,7 +6,7 @@ size of micro-batches, unless the network has dropout or batch norms.
 """
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -49,17 +49,23 @@ def depends_on_micro_size(network: nn.Module) -> bool:
     return any(isinstance(rate, int | float) and not isinstance(rate, bool) and rate for rate in rates)
 
 
-def identity_of(recipe: Recipe, order: RowOrder, base: dict[str, Any] | None) -> dict[str, Any]:
+def identity_of(
+    recipe: Recipe, order: RowOrder, base: dict[str, Any] | None, frozen: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Returns the identity of a run.
 
     Args:
         order: Order of the training rows.
         base: The pretrained model, as `base_of` gives it.
+        frozen: The same of second models, by the recipe's keys that name them.
     """
     tree = recipe.model_dump(mode="json")
     scaling = ("rope_scaling",) if recipe.model.rope_scaling is not None else ()
     preference = ("preference",) if recipe.preference is not None else ()
     facts = flat({name: tree[name] for name in ("task", "optim", "schedule", "lora", *preference)})
+    for key, model in (frozen or {}).items():
+        # By its content, as the recipe's own model.
+        facts |= {f"{key}.name": model["digest"], f"{key}.revision": None}
     of_model = ("config", "freeze", "quantization", "double_quantization", "fp8", "neftune_alpha", *scaling)
     facts |= flat({name: tree["model"][name] for name in of_model}, "model.")
     if base is not None:
@@ -153,7 +159,7 @@ def compare_identities(saved: dict[str, Any], now: dict[str, Any], allowed: Iter
         for key in refused:
             there, here = (repr(facts[key]) if key in facts else "absent" for facts in (saved, now))
             why = " (the network has dropout, whose masks depend on it, or batch norms)" if key == MICRO_SIZE else ""
-            content = key in ("data", "model.name")
+            content = key in ("data", "model.name", "preference.reference.name")
             changes.append(f"{key}: other content" if content else f"{key}: {there} there, {here} here{why}")
         raise RecipeError(
             f"{place} holds a run whose mathematics differ from this recipe's: {'; '.join(changes)}. Choose another "

@@ -252,11 +252,12 @@ def evaluate(parsed: argparse.Namespace) -> None:
     if "classes" in results:
         _print_classes(results)
         return
-    accuracy = f", accuracy {results['accuracy']:.4f}" if "accuracy" in results else ""
+    known = (name for name in opened.task.rows.figures or () if name in results)
+    figures = "".join(f", {name} {results[name]:{'.7g' if name == 'perplexity' else '.4f'}}" for name in known)
     each = ", a document each" * (recipe.data.packing == "padded")
     print(
-        f"validation loss {results['loss']:.5f}, perplexity {results['perplexity']:.7g}{accuracy}, over "
-        f"{results['targets']:,} targets in rows of {recipe.data.sequence_length} tokens{each}"
+        f"validation loss {results['loss']:.5f}{figures}, over {results['targets']:,} targets in rows of "
+        f"{recipe.data.sequence_length} tokens{each}"
     )
 
 

@@ -4,6 +4,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from finetune.config.recipe_schema import Recipe
+
 TASKS = ("dpo", "kto", "orpo", "simpo", "cpo", "reward")
 """Tasks that learn preferences; the first is the default of new recipes."""
 SORTED_LOSSES = ("aot", "aot_unpaired")
@@ -27,6 +29,7 @@ READ_BY: dict[str, dict[str, tuple[str, ...]]] = {
     "f_alpha": {"dpo": _OF_SCORES},
     "discopop_tau": {"dpo": ("discopop",)},
     "ld_alpha": {"dpo": _ALL},
+    "reference": {"dpo": _ALL, "kto": _ALL},
     "ranking": {**_PAIRS, "reward": _ALL},
     "gamma": {"simpo": _ALL},
     "sft_weight": dict.fromkeys(("cpo", "simpo", "orpo"), _ALL),
@@ -35,6 +38,9 @@ READ_BY: dict[str, dict[str, tuple[str, ...]]] = {
     "centering": {"reward": _ALL},
 }
 """The tasks that read each key of the recipe's section `preference`, and the losses of each that do; () for all."""
+CACHED = (
+    "Leave the key out: the reference is then the model as training begins, whose scores are computed once and cached"
+)
 # The least and the largest value of each key.
 _ABOVE_0 = (math.ulp(0), 1e9, "a number above 0")
 _NOT_NEGATIVE = (0.0, 1e9, "a number from 0 on")
@@ -47,6 +53,16 @@ _RANGES = {
     **dict.fromkeys(("desirable_weight", "undesirable_weight", "centering"), _ABOVE_0),
     **dict.fromkeys(("gamma", "sft_weight"), _NOT_NEGATIVE),
 }
+
+
+def base_problem(recipe: Recipe) -> str:
+    """Returns why a recipe's model without its adapters is not the one that training began with; empty if it is."""
+    lora = recipe.lora
+    if lora is None:
+        return "the recipe has no `lora` section, so that there is no base without adapters"
+    if lora.save_modules:
+        return f"lora.save_modules trains {', '.join(lora.save_modules)} as well, without which there is no base"
+    return "lora.init `pissa` takes singular vectors out of the base, which adapters put back" * (lora.init == "pissa")
 
 
 def problems(task: str, keys: Mapping[str, Any]) -> list[str]:

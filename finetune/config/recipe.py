@@ -463,6 +463,8 @@ def task_conflicts(recipe: Recipe, rows: RowFacts) -> Iterable[str]:
         # A run's own recipe names all keys.
         given = recipe.preference.model_dump(exclude_defaults=True) if recipe.preference else {}
         yield from preference_losses.problems(name, given)
+        if given.get("reference") == "adapters_off" and (why := preference_losses.base_problem(recipe)):
+            yield f"preference.reference is adapters_off, and {why}. {preference_losses.CACHED}"
     elif recipe.preference is not None and rows.figures is not None:
         yield f"preference: {name} learns no preferences; remove the section, or set task.name to `dpo`"
     if rows.gives_scores and recipe.sample is not None:

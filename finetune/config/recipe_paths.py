@@ -180,12 +180,13 @@ def check_paths(recipe: Recipe) -> None:
     if ":" in recipe.task.name:
         return
     problems: list[FinetuneError] = []
-    wanted: Wanted
-    for wanted, section in ("model", recipe.model), ("tokenizer", recipe.tokenizer):
+    named: dict[str, Any] = {"model": recipe.model, "tokenizer": recipe.tokenizer, **recipe.frozen_models}
+    for key, section in named.items():
+        wanted: Wanted = "tokenizer" if key == "tokenizer" else "model"
         name, folder = section.name, Path(section.name or "")
         if section.revision is not None and (name is None or folder.is_dir()):
-            where = f"{name} is a folder on this machine" if name else f"{wanted}.name is not given"
-            problems.append(RecipeError(f"{wanted}.revision is of a name on the hub, and {where}; remove it."))
+            where = f"{name} is a folder on this machine" if name else f"{key}.name is not given"
+            problems.append(RecipeError(f"{key}.revision is of a name on the hub, and {where}; remove it."))
         if name is None:
             continue
         # A name on the hub is `name` or `organisation/name`.
@@ -193,15 +194,15 @@ def check_paths(recipe: Recipe) -> None:
         if is_path and not folder.is_dir() and kind_of(folder) is None:
             what = "a file" if folder.exists() else "not there"
             problem = (
-                f"{wanted}.name is written as a path, {name}, and that is {what}{_nearest(folder)} (looked "
+                f"{key}.name is written as a path, {name}, and that is {what}{_nearest(folder)} (looked "
                 f"from {Path.cwd()}). Name a directory, or a model on the hub as `name` or `organisation/name`."
             )
             problems.append(RecipeError(problem))
         elif (wrong := why_not(folder, wanted)) is not None:
-            problems.append(RecipeError(f"{wanted}.name: {wrong}"))
+            problems.append(RecipeError(f"{key}.name: {wrong}"))
         if folder.is_dir() and _same(folder, recipe.output.dir):
             problem = (
-                f"output.dir: {recipe.output.dir} is the folder of {wanted}.name, which would be a run's directory "
+                f"output.dir: {recipe.output.dir} is the folder of {key}.name, which would be a run's directory "
                 "from then on. Choose another one, such as runs/NAME."
             )
             problems.append(RecipeError(problem))

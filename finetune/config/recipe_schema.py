@@ -560,6 +560,17 @@ class TaskSection(Section):
     """Arguments for a custom task."""
 
 
+class FrozenModelSection(Section):
+    """A second model, which stays as it is; its tokenizer has the vocabulary of the data's."""
+
+    name: PathText
+    """A model directory, or a name on the Hugging Face hub."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub model."""
+    quantization: Literal["nf4", "fp4", "int8"] | None = None
+    """Hold its linear weights in 4 or 8 bits; see `model.quantization`."""
+
+
 class PreferenceSection(Section):
     """Preferences: the losses of answers, by TRL's names, and their hyperparameters. Which losses a task has,
     and which of these keys a loss reads, is checked."""
@@ -574,6 +585,10 @@ class PreferenceSection(Section):
     beta: Annotated[PositiveFloat, "factor of log ratios"] = 0.1
     """How much the difference of answers counts: the larger, the nearer the policy stays to the reference. Of `orpo`
     the factor of the odds ratio."""
+    reference: Literal["start", "adapters_off"] | FrozenModelSection = "start"
+    """What `dpo` and `kto` compare with. `start`: the model as training begins, whose scores of all rows are computed
+    once and cached; `adapters_off`: the base without its adapters, computed anew in each step; or another model by
+    `name`, whose scores are computed once and cached."""
     label_smoothing: Annotated[float, "share of labels"] = 0.0
     """Share of pairs whose answers are taken to be exchanged."""
     f_divergence: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = "reverse_kl"
@@ -767,6 +782,18 @@ class Recipe(Section):
     def loss_by_head(self) -> bool:
         """True if the head of a language model may compute the loss, in chunks."""
         return self.model.loss != "plain" and self.task.loss is None
+
+    @property
+    def frozen_models(self) -> dict[str, FrozenModelSection]:
+        """Second models, by their keys."""
+        reference = self.preference.reference if self.preference is not None else None
+        return {"preference.reference": reference} if isinstance(reference, FrozenModelSection) else {}
+
+    def of_frozen(self, section: FrozenModelSection) -> Self:
+        """Returns the recipe by which a second model is read: with that one as its model, and its own tokenizer."""
+        own = self.model
+        model = ModelSection(**section.model_dump(), attention=own.attention, loss=own.loss)
+        return self.model_copy(update={"model": model, "lora": None, "tokenizer": TokenizerSection()})
 
     def with_micro_size(self, rows: int) -> Self:
         """Returns the recipe with another size of micro-batches."""

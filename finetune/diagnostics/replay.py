@@ -5,6 +5,7 @@ weights are all that has to be restored: from the nearest checkpoint before the 
 """
 
 import math
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from finetune.models.forward_wrapper import without_training
 from finetune.monitoring.step_all_reduce import StepOutput
 from finetune.optim import lr_schedule
 from finetune.tasks.evaluate_rows import with_window
-from finetune.tasks.task import mean_figures
+from finetune.tasks.task import Batch, mean_figures
 from finetune.training.build_run import build_run
 from finetune.training.built_run import BuiltRun
 from finetune.training.loop import train_step
@@ -195,8 +196,11 @@ def _compare_step(
     task, terms = run.task, run.task.terms
     given = [(np.array([place]), source.batch(np.array([row]))) for place, row in enumerate(entry.rows)]
     with without_training(run.model):
-        batches = [batch for _, batch in with_window(run.backend, run.model, task, given, len(given))]
-        sent = (batch_to_device(batch, run.backend.device) for batch in batches)
+
+        def sent(batches: Iterable[dict[str, torch.Tensor]]) -> Iterator[Batch]:
+            return (run.join(batch_to_device(batch, run.backend.device)) for batch in batches)
+
+        batches = [batch for _, batch in with_window(run.backend, run.model, task, given, len(given), sent)]
         rows = [
             ReplayedRow(
                 int(row),
@@ -205,7 +209,7 @@ def _compare_step(
                 _text(run, batch),
             )
             for row, (_, batch), sums in zip(
-                entry.rows, given, run.backend.evaluate_batches(run.model, task.loss_sum, sent), strict=True
+                entry.rows, given, run.backend.evaluate_batches(run.model, task.loss_sum, sent(batches)), strict=True
             )
         ]
     taken = _take_step(run, step)

@@ -6,7 +6,7 @@ The loop sees a `Backend`: it prepares a model, says the gradient norm, sums ove
 import itertools
 import json
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -151,14 +151,30 @@ class Backend:
         self.model, self.optimizer = wrapped, prepared
         return wrapped, prepared
 
+    def hold_frozen(self, model: nn.Module) -> nn.Module:
+        """Holds a second network as the launch holds networks, whole or sharded, without an optimiser.
+
+        It is called as the trained one is, without gradients, and no checkpoint holds it.
+
+        Args:
+            model: A `ForwardWrapper`; where the launch splits layers, they are split already. It is frozen here.
+
+        Raises:
+            BackendError: If the launch cannot hold two, or this rank holds all of what is to be sharded.
+        """
+        held = self.strategy.hold(self, model.eval().requires_grad_(False))
+        verify_launch.verify_frozen(self.launch, held)
+        return held
+
     def verify(self, rehearse: Callable[[], torch.Tensor]) -> RuntimeReport:
         """Reads back what runs; see `verify_launch.verify_runtime`."""
         return verify_launch.verify_runtime(self, self.strategy, rehearse)
 
-    def memory(self, model: nn.Module, state_bytes: float) -> Memory:
+    def memory(self, model: nn.Module, state_bytes: float, frozen: Sequence[nn.Module] = ()) -> Memory:
         """Measures what this rank holds from step to step; see `memory_usage.measure_memory`."""
-        self._reshard()
-        return memory_usage.measure_memory(self.strategy, self, model, state_bytes)
+        for held in (model, *frozen):
+            self.strategy.reshard(held)
+        return memory_usage.measure_memory(self.strategy, self, model, state_bytes, frozen)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Returns the context that the network computes in, inside the one that the wrapper provides."""

@@ -24,8 +24,10 @@ def resolve_config(recipe: Recipe, launch: Launch, env: Mapping[str, str] = os.e
     settled = resolve_for_devices(recipe, launch, device_selection.visible_gpus(), env)
     deepspeed_config.check_values(settled.ds_config, launch.ds_place)
     check_trackers(recipe)
-    if recipe.model.quantization is not None:
-        require_installed("bitsandbytes", f"model.quantization {recipe.model.quantization}")
+    held = {"model": recipe.model.quantization} | {n: s.quantization for n, s in recipe.frozen_models.items()}
+    for key, kind in held.items():
+        if kind is not None:
+            require_installed("bitsandbytes", f"{key}.quantization {kind}")
     return settled
 
 
@@ -44,7 +46,8 @@ def resolve_for_devices(recipe: Recipe, launch: Launch, gpus: int, env: Mapping[
     config = deepspeed_config.complete_config(
         launch, recipe.with_micro_size(rows), precision=precision, accumulation=accumulation
     )
-    refusals.check_packed_weights(recipe, launch, config)
+    for each in (recipe, *map(recipe.of_frozen, recipe.frozen_models.values())):
+        refusals.check_packed_weights(each, launch, config)
     return ResolvedConfig(precision, accumulation, rows, config)
 
 

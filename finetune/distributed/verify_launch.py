@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from finetune.distributed.launch.launch_config import Launch
-from finetune.distributed.parameter_info import DTYPES, off_share, short_dtype
+from finetune.distributed.parameter_info import DTYPES, held_bytes, off_share, short_dtype
 from finetune.distributed.strategies import sequence
 from finetune.distributed.strategies.strategy import Runtime, Strategy, strategy_of_model
 from finetune.utils.compat import torch_private
@@ -147,6 +147,20 @@ def verify_runtime(runtime: Runtime, strategy: Strategy, rehearse: Callable[[], 
             + ". Nothing was trained. Check the launch file against accelerate_configs/, and ACCELERATE_* variables."
         )
     return report
+
+
+def verify_frozen(launch: Launch, model: nn.Module) -> None:
+    """Raises a `BackendError` if a rank holds all of a second network that the launch shards."""
+    parameters = list(model.parameters())
+    whole = sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in parameters)
+    share, want = sum(map(held_bytes, parameters)) / max(1, whole), launch.replicate / launch.averaged_ranks
+    # Between its share and all of it: thin tensors are not shared evenly.
+    if launch.sharded and want < 1 and share > (1 + want) / 2:
+        raise BackendError(
+            f"{launch.place} shards networks, and a rank holds {share:.0%} of the second one. Nothing was trained. "
+            "This is a fault of the installed accelerate, torch or deepspeed; install versions that were tested "
+            "(`finetune doctor`)."
+        )
 
 
 def _differences(

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from finetune.models import lora_adapters
 from finetune.models.forward_wrapper import ForwardWrapper
 from finetune.tasks import causal_lm, metrics
 from finetune.tasks.build_task import check_counts
-from finetune.tasks.evaluate_rows import OneProcess, evaluate_rows
+from finetune.tasks.evaluate_rows import OneProcess, evaluate_rows, join_scores
 from finetune.utils.errors import DataError, RecipeError
 
 _LONGEST = 1024
@@ -122,11 +123,12 @@ def evaluate_files(
         opened.require_labels()
     if task.rows.labels and task.rows.labels != "number":
         known = KnownClasses(opened.class_names, f"the classifier {opened.home or opened.tokenizer_folder}")
+    network, joined = ForwardWrapper(opened.network), dict[str, Any]()
     if task.reference is not None:
-        raise RecipeError(
-            "--data: the run compares answers with a reference, its model as training began, which is not kept with "
-            "the model. Name the file as validation data in the run's recipe, whose evaluations have the reference."
-        )
+        # None: this network without its adapters.
+        other = None if opened.open_reference is None else opened.open_reference().to(opened.device)
+        base = network if other is None else ForwardWrapper(other)
+        joined["join"] = partial(join_scores, base, task.reference, adapters=other is not None)
     prepared = prepare.prepare_data(recipe, task.rows, known=known)
     rows, report = prepared.validation, prepared.report.validation
     if rows is None or report is None:
@@ -140,10 +142,10 @@ def evaluate_files(
         skipped = ", ".join(f"{what} {count:,}" for what, count in left_out.items())
         say(f"Not evaluated: {skipped}.")
     names, size = opened.class_names if task.rows.labels else (), recipe.batch.global_size
-    network = ForwardWrapper(opened.network)
     with rows_bar("evaluating", len(rows)) as advance:
+        ranks = OneProcess(opened.device)
         evaluated = evaluate_rows(
-            OneProcess(opened.device), network, task, rows, micro_size, names, window_size=size, advance=advance
+            ranks, network, task, rows, micro_size, names, window_size=size, advance=advance, **joined
         )
     assert evaluated is not None
     figures, _ = evaluated

@@ -1,7 +1,8 @@
 """Loads a model from a run, a checkpoint, an adapter, an export, a model directory or the hub."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from finetune.checkpoint.trusted_code import SHIPPED
 from finetune.config import recipe_paths
+from finetune.config.preference_losses import base_problem
 from finetune.config.recipe_schema import Recipe
 from finetune.data.tokenization.tokenizer import num_ids, why_damaged
 from finetune.export import find_weights, merge
@@ -48,6 +50,8 @@ class LoadedModel:
     """The folder of the run, or of the files; None for the hub's."""
     step: int | None = None
     """Step of a run that these weights are of."""
+    open_reference: Callable[[], nn.Module] | None = None
+    """Opens the network that a run compared with; None if that is this one without its adapters, or it had none."""
 
     @property
     def template_args(self) -> Mapping[str, Any]:
@@ -174,8 +178,11 @@ def _load_run(place: Path, step: int | None, base: str | None, trusted: bool) ->
         names = saved.class_names
         ready = TaskData(train=None, tokenizer=tokenizer, num_labels=len(names) or None, label_names=names)
         model = merge.build_trained(saved, recipe, ready, quantised=True)
-        stops = tuple(saved.learned_stop_tokens(tokenizer))
-        return _ready(LoadedModel(model, task, tokenizer, folder, saved.recipe, stops, home=saved.run, step=saved.step))
+        stops, other = tuple(saved.learned_stop_tokens(tokenizer)), None
+        if task.reference is not None and (saved.recipe.frozen_models or base_problem(saved.recipe)):
+            other = partial(merge.build_reference, saved, recipe, ready)
+        opened = LoadedModel(model, task, tokenizer, folder, saved.recipe, stops, home=saved.run, step=saved.step)
+        return _ready(replace(opened, open_reference=other))
 
 
 def _load_adapter(place: Path, base: str | None, dtype: torch.dtype | str, trusted: bool) -> LoadedModel:

@@ -80,6 +80,33 @@ def with_base(source: WeightSource, base: str | None) -> Recipe:
     return recipe
 
 
+def build_reference(source: WeightSource, recipe: Recipe, ready: TaskData) -> nn.Module:
+    """Returns the network that a run compared with: that of `preference.reference`, or the one that it began with.
+
+    Args:
+        recipe: The run's, with the base to take.
+
+    Raises:
+        RecipeError: If it is not there, or is another one by now.
+    """
+    [*named] = recipe.frozen_models.items()
+    began = _with_model(recipe, freeze=None).model_copy(update={"lora": None})
+    key, own = (f"{named[0][0]}.name", recipe.of_frozen(named[0][1])) if named else ("model.name", began)
+    head, recorded = source_head(source), source.facts.get("identity", {}).get(key)
+    try:
+        if own.model.name is not None:
+            require_model(own.model.name)
+            if recorded != (base_of(own) or {})["digest"]:
+                raise RecipeError("it has other content than when the run began.")
+        return build_model(own, task_config(own, ready), head, trained=False).eval()
+    except (RecipeError, OSError, ValueError, TypeError) as error:
+        reason = " ".join(str(error).split())
+        raise RecipeError(
+            f"{source.run} compares answers with {own.model.name or 'its model as training began'} ({key}), which "
+            f"cannot be opened: {reason} Bring that model back, or name the file as validation data in the recipe."
+        ) from error
+
+
 def build_trained(
     source: WeightSource, recipe: Recipe, ready: TaskData, *, quantised: bool, dtype: torch.dtype = torch.float32
 ) -> nn.Module:

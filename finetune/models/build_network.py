@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from finetune.config.recipe_schema import Recipe
+from finetune.config.recipe_schema import ModelSection, Recipe
 from finetune.models import (
     activation_checkpointing,
     attention,
@@ -30,23 +30,26 @@ from finetune.utils.compat.transformers_private import from_config
 from finetune.utils.errors import FinetuneError, RecipeError
 
 
-def build_model(recipe: Recipe, config: PretrainedConfig, head: Head) -> nn.Module:
+def build_model(recipe: Recipe, config: PretrainedConfig, head: Head, *, trained: bool = True) -> nn.Module:
     """Returns a network in training mode: trained weights in fp32, frozen ones as they are stored, or packed.
 
     They are pretrained, or drawn from `recipe.seed`: every rank draws the same, whole. A new head is drawn likewise.
+
+    Args:
+        trained: False for a network that stays as it is: all of it is frozen.
 
     Raises:
         RecipeError: If weights are missing or the architecture cannot do what is asked.
     """
     section = recipe.model
-    stored = base_dtype(recipe)
+    stored = base_dtype(recipe) if trained else _stored_dtype(recipe.model)
     network = build_base_model(recipe, config, head, dtype=stored, loading=loading_config(recipe, config, head))
     if stored != torch.float32:
         _restore_buffers(network)
     if section.rope_scaling is not None and section.rope_scaling.type == "dynamic":
         fix_dynamic_rope(network, recipe.data.sequence_length)
     quantization.quantize(network, section, head)
-    if recipe.lora is not None:
+    if recipe.lora is not None or not trained:
         network.requires_grad_(False)
     elif section.freeze is not None:
         frozen_weights.freeze_modules(network, section.freeze)
@@ -99,10 +102,12 @@ def base_dtype(recipe: Recipe) -> torch.dtype:
     section, lora = recipe.model, recipe.lora
     # PiSSA takes singular vectors out of the frozen weights: what is left is not what is stored.
     changed = section.freeze is None if lora is None else lora.init == "pissa"
-    if section.name is None or changed:
-        return torch.float32
+    return torch.float32 if section.name is None or changed else _stored_dtype(section)
+
+
+def _stored_dtype(section: ModelSection) -> torch.dtype:
     # Read off the files: the configuration may name another.
-    return pretrained_files.stored_dtype(pretrained_files.weights_folder(section.name, section.revision))
+    return pretrained_files.stored_dtype(pretrained_files.weights_folder(str(section.name), section.revision))
 
 
 def set_stop_tokens(network: nn.Module, tokenizer: Any, taught: Sequence[int]) -> None:

@@ -6,6 +6,7 @@ Letters as in `task`.
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,8 @@ from torch import nn
 from finetune.data.rows.feed import Rows, counts_of, evaluation_batches
 from finetune.distributed.mesh import ONE_RANK
 from finetune.models.forward_wrapper import unwrap, without_training
-from finetune.tasks.task import Batch, Figures, Task, mean_figures
+from finetune.tasks.task import Batch, Figures, Reference, Task, mean_figures
+from finetune.utils.compat.peft_private import adapters_off
 from finetune.utils.to_device import batch_to_device, tensor_to_device
 
 if TYPE_CHECKING:
@@ -61,6 +63,7 @@ def evaluate_rows(
     window_size: int = 0,
     stopping: Callable[[], bool] = lambda: False,
     advance: Callable[[int], None] = lambda count: None,
+    join: Callable[[Batch], Batch] = lambda batch: batch,
 ) -> tuple[Figures, torch.Tensor | None] | None:
     """Evaluates all rows; every rank must call it.
 
@@ -74,6 +77,7 @@ def evaluate_rows(
         window_size: Rows that a task with a `window` sees at a time, in order; the last may be fewer.
         stopping: Returns True if this rank was asked to stop; every rank then gives up. Called now and then.
         advance: Is told of rows that are computed.
+        join: Adds to a batch on the device what another network gives it.
 
     Returns:
         Mean loss per target and number of targets, what follows from them, and figures of each class; and the values of
@@ -85,7 +89,8 @@ def evaluate_rows(
     sums, values = torch.zeros(len(terms), dtype=torch.float64, device=device), None
     backend.share_buffers(unwrap(model))
     with without_training(model):
-        outputs = _outputs(backend, model, task, rows, micro_size, window_size if task.window else len(rows))
+        size = window_size if task.window else len(rows)
+        outputs = _outputs(backend, model, task, rows, micro_size, size, join)
         for number, (share, found, of_rows) in enumerate(outputs):
             if number % _ASK_EVERY == _ASK_EVERY - 1:
                 asked = torch.tensor([float(stopping())], device=device)
@@ -110,25 +115,51 @@ def evaluate_rows(
 
 
 def _outputs(
-    backend: "Backend | OneProcess", model: nn.Module, task: Task, rows: Rows, micro_size: int, size: int
+    backend: "Backend | OneProcess",
+    model: nn.Module,
+    task: Task,
+    rows: Rows,
+    micro_size: int,
+    size: int,
+    join: Callable[[Batch], Batch],
 ) -> Iterator[tuple[npt.NDArray[np.int64], torch.Tensor, torch.Tensor | None]]:
     """Yields numbers of rows, their sums, and their values, of this rank's batches."""
+
+    def sent(batches: Iterable[dict[str, torch.Tensor]]) -> Iterator[Batch]:
+        return (join(batch_to_device(batch, backend.device)) for batch in batches)
+
     sizes = {"data_size": backend.mesh.data_size, "data_rank": backend.mesh.data_rank}
     for first in range(0, len(rows), max(1, size)):
         among = range(first, min(first + size, len(rows)))
         batches: Iterable[Share] = evaluation_batches(rows, among, micro_size, **sizes)
         if task.window is not None:
             at = ((share - first, batch) for share, batch in batches)
-            batches = [(share + first, batch) for share, batch in with_window(backend, model, task, at, len(among))]
+            windowed = with_window(backend, model, task, at, len(among), sent)
+            batches = [(share + first, batch) for share, batch in windowed]
         computing: deque[npt.NDArray[np.int64]] = deque()
 
-        def sent(batches: Iterable[Share] = batches, computing: Any = computing) -> Iterator[Batch]:
+        def noted(batches: Iterable[Share] = batches, computing: Any = computing) -> Iterator[dict[str, torch.Tensor]]:
             for share, batch in batches:
                 computing.append(share)
-                yield batch_to_device(batch, backend.device)
+                yield batch
 
-        for sums, values in backend.evaluate_batches(model, task.evaluated.compute, sent()):
+        for sums, values in backend.evaluate_batches(model, task.evaluated.compute, sent(noted())):
             yield computing.popleft(), sums, values
+
+
+def join_scores(model: nn.Module, reference: Reference, batch: Batch, *, adapters: bool = True) -> Batch:
+    """Returns a batch on the device with the scores that a model gives it, with its adapters or without.
+
+    Args:
+        model: A `ForwardWrapper` inside what a backend has put around it; every rank must call it.
+    """
+
+    def scored(network: nn.Module, batch: Batch) -> torch.Tensor:
+        with nullcontext() if adapters else adapters_off(network):
+            return reference.compute(network, batch)
+
+    with without_training(model):
+        return {**batch, "reference": model(scored, batch)}
 
 
 def with_window(

@@ -1,14 +1,14 @@
 """Builds a `BuiltRun` from a recipe and a launch, by steps that each take what earlier ones returned."""
 
+import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from finetune.checkpoint import integrity, resume_point
@@ -27,14 +27,12 @@ from finetune.distributed.launch.launch_config import Launch, ResolvedConfig, re
 from finetune.distributed.memory_usage import Memory
 from finetune.distributed.rank_notes import failures_told
 from finetune.distributed.resolve_config import resolve_config
-from finetune.distributed.split_parameters import UNSPLIT
 from finetune.distributed.state.weight_average import WeightAverage
-from finetune.distributed.strategies import sequence
 from finetune.distributed.verify_launch import RuntimeReport
 from finetune.export import save_model
-from finetune.models import activation_checkpointing, float8, frozen_weights, lora_adapters, quantization, split_layers
-from finetune.models.build_network import check_pretrained, init_weights, set_stop_tokens, settle_parameters
-from finetune.models.forward_wrapper import ForwardWrapper, unwrap
+from finetune.models import activation_checkpointing, float8, lora_adapters
+from finetune.models.build_network import check_pretrained, set_stop_tokens, settle_parameters
+from finetune.models.forward_wrapper import unwrap
 from finetune.models.pretrained_files import Weights, files_beside
 from finetune.models.prompts import prompt_tokens
 from finetune.monitoring.flops import flops_per_target
@@ -50,18 +48,21 @@ from finetune.planning.planner import candidates_of
 from finetune.tasks.build_task import check_counts, without_validation
 from finetune.tasks.metrics import Metric, build_metrics
 from finetune.tasks.prompt_set import Prompt, read_prompts
-from finetune.tasks.task import Task, TaskData
+from finetune.tasks.task import Batch, Reference, Task, TaskData
 from finetune.tasks.task_lookup import find_task
-from finetune.training import micro_batch_search, preflight, reference_scores
+from finetune.training import micro_batch_search, preflight
 from finetune.training.built_run import BuiltRun, Length, TrainState, measure_length
 from finetune.training.dry_run import check_run
+from finetune.training.load_network import FrozenNetwork, hold_frozen, load_network, read_frozen, wrap_network
 from finetune.training.micro_batch_search import MicroBatchChoice
 from finetune.training.profiler import Profiler
+from finetune.training.reference_scores import Scorer, add_reference, join_without_adapters
 from finetune.utils import orphan_watch
 from finetune.utils.atomic_files import digest_of
 from finetune.utils.compat import torch_private
 from finetune.utils.compat.accelerate_private import unsplit_classes
 from finetune.utils.compat.library_versions import untested_versions
+from finetune.utils.errors import RecipeError
 from finetune.utils.quoting import to_stderr
 
 # A run of so many epochs that it has fewer steps than this is warned of.
@@ -85,6 +86,8 @@ class Inputs:
     base: dict[str, Any] | None
     """The pretrained model, by its files' digests."""
     identity: dict[str, Any]
+    frozen: FrozenNetwork | None
+    """A second network, by its files."""
 
 
 @dataclass(frozen=True)
@@ -179,10 +182,14 @@ def _build_watched(plan: RunPlan, watch: RankWatch, quiet: bool) -> BuiltRun:
     if recipe.log.profile is not None and not resume.finished:
         folder = directory.path / "profile"
         profiler = Profiler(folder, backend.rank, first=resume.step, steps=recipe.log.profile, last=last)
-    data = inputs.data
-    if not resume.finished:
-        score = partial(reference_scores.add_reference, backend, built.model, inputs.task)
-        data = score(data, recipe, inputs.base, partial(watch.mark, START))
+    data, join = inputs.data, BuiltRun.join
+    if not resume.finished and inputs.task.reference is not None:
+        if "task.name" in resume.changed:
+            raise RecipeError(
+                f"resume.mode: {resume.address} is of another task, and {recipe.task.name} compares with the model as "
+                "training begins. Write its model (`finetune export RUN --as merged`), and name that as model.name."
+            )
+        data, join = _with_reference(plan, backend, built.model, inputs.task.reference, partial(watch.mark, START))
     resume.restore(backend, network, built.optimizer)
     average = None
     if (decay := recipe.optim.ema_decay) is not None and not resume.finished:
@@ -237,7 +244,25 @@ def _build_watched(plan: RunPlan, watch: RankWatch, quiet: bool) -> BuiltRun:
         flops_per_target=built.flops_per_target,
         weight_bytes=built.memory.frozen + built.memory.trained,
         beside=beside,
+        join=join,
     )
+
+
+def _with_reference(
+    plan: RunPlan, backend: Backend, model: nn.Module, reference: Reference, progress: Callable[[], None]
+) -> tuple[TaskData, Callable[[Batch], Batch]]:
+    """Returns the data with the reference's scores, and what adds to a batch those that are computed in each step."""
+    inputs, recipe, none = plan.inputs, plan.recipe, BuiltRun.join
+    if recipe.preference is not None and recipe.preference.reference == "adapters_off":
+        return inputs.data, join_without_adapters(model, reference)
+    if (frozen := inputs.frozen) is None:
+        scorer = Scorer(backend, lambda: model, reference, recipe, inputs.base, progress)
+        return add_reference(scorer, inputs.data), none
+    held = cache(partial(hold_frozen, backend, frozen, inputs.task, inputs.data))
+    scored = add_reference(Scorer(backend, held, reference, frozen.recipe, frozen.base, progress), inputs.data)
+    held.cache_clear()
+    gc.collect()  # modules and their hooks know each other
+    return scored, none
 
 
 def _read_inputs(recipe: Recipe, quiet: bool) -> Inputs:
@@ -264,6 +289,7 @@ def _read_inputs(recipe: Recipe, quiet: bool) -> Inputs:
     weights = None
     if task.head is not None and task.build_config is not None:
         weights = check_pretrained(recipe, task.build_config(recipe, data), task.head)
+    frozen = read_frozen(recipe, task, data)
     inputs: dict[str, dict[str, Any]] = {
         "data": {
             **data.contents,
@@ -273,16 +299,22 @@ def _read_inputs(recipe: Recipe, quiet: bool) -> Inputs:
             "model.name": {**(base_of(recipe, {}) or {}), "name": recipe.model.name},
         }
     }
+    if frozen is not None:
+        inputs["data"][frozen.key] = {**(base_of(frozen.recipe, {}) or {}), "name": frozen.recipe.model.name}
     if os.environ.get("LOCAL_RANK", "0") == "0":
         # One rank of each machine reads the base's files, which may be many gigabytes.
-        read = orphan_watch.on_several_machines() or Path(recipe.model.name or "hub").is_dir()
+        several = orphan_watch.on_several_machines()
         rendezvous_store.meet()  # so that the others hear of it if they cannot be read
-        inputs["base"] = base_files(recipe) if read else {}
+        for name, read in {"base": recipe, "frozen": None if frozen is None else frozen.recipe}.items():
+            known = read is not None and (several or Path(read.model.name or "hub").is_dir())
+            inputs[name] = base_files(read) if read is not None and known else {}
     agreed = rendezvous_store.check_inputs(inputs)
     base = base_of(recipe, agreed["base"])
-    identity = identity_of(recipe, order, base)
+    if frozen is not None:
+        frozen = replace(frozen, base=base_of(frozen.recipe, agreed["frozen"]))
+    identity = identity_of(recipe, order, base, {} if frozen is None else {frozen.key: frozen.base})
     resume_point.compare_with_previous(recipe.resume.allow, directory, identity)
-    return Inputs(task, directory, data, prompts, metrics, length, order, weights, base, identity)
+    return Inputs(task, directory, data, prompts, metrics, length, order, weights, base, identity, frozen)
 
 
 def choose_gradient_sums(recipe: Recipe, launch: Launch, accumulation: int) -> GradientSums | None:
@@ -311,37 +343,16 @@ def choose_gradient_sums(recipe: Recipe, launch: Launch, accumulation: int) -> G
 
 def _build_model(plan: RunPlan, backend: Backend) -> BuiltModel:
     """Builds the network with its weights and the optimiser, hands both to the backend, and verifies what it made."""
-    recipe, task, data, weights = plan.recipe, plan.inputs.task, plan.inputs.data, plan.inputs.weights
-    if weights is not None:
-        # Each rank looks at its share of them, and all refuse alike what is not finite.
-        index = weights.first_not_finite(backend.rank, backend.world_size)
-        position = torch.tensor([-1.0 if index is None else index], dtype=torch.float64, device=backend.device)
-        if (worst := int(backend.all_reduce_max(position).item())) >= 0:
-            weights.refuse(worst)
-    # Sharded as it loads only what stays as it is loaded; quantized weights are quantized whole.
-    # The values of an encoder-decoder's embeddings say which of them are one.
-    whole = task.head is None or task.head.may_be_new or task.head.encodes or recipe.model.quantization is not None
-    with backend.loading(pretrained=recipe.model.name is not None and not whole):
-        network = settle_parameters(init_weights(task.build_model(recipe, data), recipe.seed))
-        products = float8.describe_products(network, recipe.model.fp8)
-        set_stop_tokens(network, data.tokenizer, data.ends)
-        # A token goes through an encoder or a decoder, which are taken to be alike.
-        flops = flops_per_target(network, recipe.data.sequence_length) / (2 if task.rows.reads_source else 1)
-        quantization.compute_in(network, backend.dtype)
-        if backend.strategy.casts_weights(backend):
-            frozen_weights.set_output_dtype(network, backend.dtype)
-        infinite = frozenset(name for name, buffer in network.named_buffers() if bool(buffer.isinf().any()))
+    recipe, task, data = plan.recipe, plan.inputs.task, plan.inputs.data
+    build = partial(task.build_model, recipe, data)
+    network = load_network(backend, recipe, task, plan.inputs.weights, build)
+    products = float8.describe_products(network, recipe.model.fp8)
+    set_stop_tokens(network, data.tokenizer, data.ends)
+    # A token goes through an encoder or a decoder, which are taken to be alike.
+    flops = flops_per_target(network, recipe.data.sequence_length) / (2 if task.rows.reads_source else 1)
+    infinite = frozenset(name for name, buffer in network.named_buffers() if bool(buffer.isinf().any()))
     mixes_rows = depends_on_micro_size(network)
-    wrapper = ForwardWrapper(network.train())
-    wrapper.autocast = backend.autocast
-    if recipe.model.activation_offload:
-        wrapper.keeping = partial(activation_checkpointing.offload_activations, backend.device)
-    splits, whole_loss = UNSPLIT, None
-    if (group := backend.mesh.group("tp")) is not None:
-        whole_loss = preflight.loss_of_row(backend, wrapper, task, data, torch.device("cpu")).item()
-        splits = split_layers.split(network, group)
-    sequence.install(wrapper, backend.mesh.group("sp"))
-
+    wrapper, splits, whole_loss = wrap_network(backend, network.train(), recipe, task, data)
     optimizer = optimizers.build_optimizer(wrapper, recipe, whole=not plan.launch.cuts_state)
     state_bytes = optimizers.state_bytes(recipe.optim, optimizer.param_groups)
     stateless = state_bytes == (0 if recipe.optim.ema_decay is None else 4)

@@ -1,7 +1,7 @@
 """`BuiltRun`: everything that the loop touches; the length of a run."""
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -23,7 +23,7 @@ from finetune.monitoring.rank_watch import RankWatch
 from finetune.monitoring.shutdown import ShutdownHandler
 from finetune.tasks.metrics import Metric
 from finetune.tasks.prompt_set import Prompt
-from finetune.tasks.task import Task, TaskData
+from finetune.tasks.task import Batch, Task, TaskData
 from finetune.training.profiler import Profiler
 from finetune.utils.errors import DataError, RecipeError
 from finetune.utils.exact import exact_product
@@ -186,6 +186,9 @@ class BuiltRun:
     """Bytes of weights on this rank before the first step."""
     beside: Mapping[str, bytes]
     """Files beside the base that go along with its weights, on rank 0."""
+    join: Callable[[Batch], Batch] = lambda batch: batch
+    """Adds to a batch on the device what a network that is not trained gives it in each step; see
+    `evaluate_rows.join_scores`."""
 
     def parts_read(self, step: int, per_epoch: float = 1.0) -> int:
         """Returns how many parts of epochs all ranks have read before a step, of `per_epoch` equal ones in each."""

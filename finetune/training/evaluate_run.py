@@ -68,6 +68,7 @@ def _evaluate(run: BuiltRun) -> bool:
             run.recipe.eval.micro_size or batch.rows,
             names,
             window_size=batch.global_size,
+            join=run.join,
             stopping=partial(_is_stopping, run),
         )
         if result is None:

@@ -196,6 +196,7 @@ def _sent(run: BuiltRun, step: int, window: Window, batches: Iterator[dict[str, 
             batch = with_noise(batch, alpha, (run.recipe.seed, step), _places(run, window)[index].tolist(), of_rows)
         batch = batch_to_device(batch, run.backend.device)
         run.timer.mark("forward")
+        batch = run.join(batch)
         # Dropout depends on where in the global batch a micro-batch stands, not on who computes it or what came before.
         seed_torch(run.recipe.seed, step, index * mesh.average_size + mesh.average_rank)
         yield batch

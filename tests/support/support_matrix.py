@@ -229,6 +229,13 @@ def _rows() -> Iterator[tuple[str, ...]]:
     smoothed = "training/test_weights_and_noise.py::test_every_backend_takes_the_single_process_path[{}]"
     together = "smoothing noise chat documents all SGD fp32 evaluation accumulation"
     yield smoothed, "single ddp fsdp zero3 sp fsdp_tp", together
+    references = "training/test_preferences.py::test_every_reference_gives_the_same_losses[{}-%s_reference]"
+    for kind in ("live", "named"):
+        yield (
+            references % kind,
+            "single ddp fsdp zero3 fsdp_tp",
+            "preferences chat documents lora AdamW fp32 evaluation",
+        )
     plain_loop = "training/test_preferences.py::test_the_path_is_that_of_a_plain_loop[sft]"
     yield plain_loop, "single", "preferences chat documents all AdamW fp32 evaluation"
     checkpointed = "ARCHITECTURES.llama_checkpointed"

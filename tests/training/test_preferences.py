@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,12 @@ from harness import Launcher, Result, assert_same_path
 from inside import run_here, stop_after
 from recipes_for_tests import base
 from testdata import MODEL
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from finetune.cli import main
 from finetune.config.preference_losses import LOSSES
 from finetune.config.recipe import validate_recipe
+from finetune.distributed.backend import Backend
 from finetune.models.forward_wrapper import unwrap
 from finetune.tasks.task_lookup import BUILT_IN
 from finetune.training.built_run import BuiltRun
@@ -65,6 +69,21 @@ ON = {
     "sp": ["every", "cpo", "less_tail"],
 }
 LAUNCHED_RUNS = {config: {f"pairs_{name}": RUNS[name] for name in names} for config, names in ON.items()}
+REFERENCES = {
+    config: {
+        # No pair is as long as these, by which the cached scores of one launch are not another's.
+        f"{name}_reference": job(
+            micro_size=2,
+            data={**job()["data"], "sequence_length": most},
+            lora={"rank": 4},
+            preference={"reference": of},
+        )
+        for name, of in {"live": "adapters_off", "named": {"name": MODEL}}.items()
+    }
+    for config, most in {"single": 504, "ddp": 496, "fsdp": 488, "zero3": 480, "fsdp_tp": 472}.items()
+}
+for config, runs in REFERENCES.items():
+    LAUNCHED_RUNS[config] |= runs
 LAUNCHED_RUNS["single"] |= ONES
 
 
@@ -101,6 +120,25 @@ def test_micro_batches_change_no_loss(launcher: Launcher) -> None:
     assert first["sigmoid"] == pytest.approx(np.log(2), rel=1e-6)
     assert first["loss"] == pytest.approx(sum(first[name] for name in EVERY["loss"]), rel=1e-6)
     assert first["rewards/margins"] == pytest.approx(0, abs=1e-5), "the model is its own reference"
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        pytest.param(config, name, marks=pytest.mark.xdist_group(config))
+        for config, runs in REFERENCES.items()
+        for name in runs
+    ],
+)
+def test_every_reference_gives_the_same_losses(launcher: Launcher, config: str, name: str) -> None:
+    """The model as training begins, once and cached; the base, in each step; and a second network of the same files."""
+    runs = launcher.many(config, LAUNCHED_RUNS[config])
+    other, kept = runs[name].check(), launcher.many("single", LAUNCHED_RUNS["single"])["pairs_adapted"].check()
+    assert_same_pairs(kept, other)
+    if "pairs_adapted" in LAUNCHED_RUNS[config]:
+        for key in ("loss", "grad_norm", "validation_loss"):
+            here = [[line[key] for line in run.metrics if key in line] for run in (runs["pairs_adapted"], other)]
+            np.testing.assert_allclose(here[1], here[0], rtol=1e-6, atol=1e-6)
 
 
 def first_steps(run: BuiltRun, count: int) -> Iterator[list[plain_preferences.Pair]]:
@@ -201,6 +239,95 @@ def test_a_resumed_run_has_the_reference_that_it_began_with(tmp_path: Path) -> N
     assert all(torch.equal(weight, resumed.weights[name]) for name, weight in whole.weights.items())
 
 
+def moved(folder: Path, changes: float = 0.1) -> str:
+    """The model with other weights."""
+    network: Any = AutoModelForCausalLM.from_pretrained(MODEL)
+    with torch.no_grad():
+        for weight in network.parameters():
+            weight += changes * weight.std() * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
+    network.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(MODEL).save_pretrained(folder)
+    return str(folder)
+
+
+def test_another_model_is_the_reference_and_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[weakref.ref[Any]] = []
+    hold = Backend.hold_frozen
+
+    def noted(self: Backend, model: Any) -> Any:
+        held.append(weakref.ref(model))
+        assert not any(p.requires_grad for p in model.parameters())
+        return hold(self, model)
+
+    monkeypatch.setattr(Backend, "hold_frozen", noted)
+    network: Any = AutoModelForCausalLM.from_pretrained(moved(tmp_path / "other"), attn_implementation="eager")
+
+    def meddle(run: BuiltRun) -> None:
+        rows: Any = run.data.train
+        pairs = [pair_of(run, row) for row in range(4)]
+        with torch.no_grad():
+            wanted = plain_preferences.both_answers(network, pairs).T
+        np.testing.assert_allclose(rows.scores[:4], wanted, rtol=1e-5)
+
+    tree = job(preference={"reference": {"name": str(tmp_path / "other")}}, length={"steps": 1})
+    tree["data"] = {**tree["data"], "cache_dir": str(tmp_path / "cache")}
+    run_here({**tree, "output": {"dir": str(tmp_path / "one")}}, meddle)
+    assert [reference() for reference in held] == [None]
+    run_here({**tree, "output": {"dir": str(tmp_path / "two")}}, meddle)
+    assert len(held) == 1, "nothing was left to compute"
+    moved(tmp_path / "other", 0.2)
+    with pytest.raises(RecipeError, match=re.escape("preference.reference.name: other content")):
+        run_here({**tree, "length": {"steps": 2}, "output": {"dir": str(tmp_path / "two")}})
+
+
+def test_a_reference_has_the_vocabulary_of_the_data(tmp_path: Path) -> None:
+    folder = moved(tmp_path / "other")
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.save_pretrained(folder)
+    tree = job(preference={"reference": {"name": folder}}, output={"dir": str(tmp_path / "run")})
+    with pytest.raises(RecipeError, match=r"preference.reference: .* has another vocabulary .* 1 tokens differ"):
+        run_here(tree)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        pytest.param({"lora": {"rank": 4}}, id="adapters"),
+        pytest.param({"preference": {"loss": ["sigmoid", "aot"]}}, id="base"),
+        pytest.param({"preference": {"reference": {"name": ""}}, "lora": {"rank": 4}}, id="named"),
+        pytest.param({"task": "kto", "lora": {"rank": 4, "save_modules": ["norm"]}}, id="kto"),
+    ],
+)
+def test_new_data_is_compared_with_the_runs_reference(
+    sections: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the network without its adapters, the base that the run began from, or the model that the recipe names."""
+    named = sections.get("preference", {}).get("reference")
+    if named is not None:
+        sections = {**sections, "preference": {"reference": {"name": moved(tmp_path / "other")}}}
+    base_model = moved(tmp_path / "base", 0.05)
+    lines = [
+        json.dumps({"prompt": f"Is {n} odd?", "chosen": "Yes." * n, "rejected": "No, it is."}) for n in range(1, 7)
+    ]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
+    tree = job(**{"length": {"steps": 3}, "output": {"dir": str(tmp_path / "run")}, **sections})
+    tree["model"] = {"name": base_model}
+    tree["data"] = {**tree["data"], "validation": [{"path": str(tmp_path / "pairs.jsonl")}]}
+    done = run_here(tree)
+    assert main.main(["eval", str(tmp_path / "run"), "--data", str(tmp_path / "pairs.jsonl"), "--json"]) == 0
+    results = json.loads(capsys.readouterr().out)
+    for name in ("loss", "rewards/margins", "logps/chosen"):
+        assert results[name] == pytest.approx(done.results[f"validation_{name}"], rel=1e-5, abs=1e-6), name
+    assert abs(results["rewards/margins"]) > 1e-4
+    assert main.main(["eval", str(tmp_path / "run"), "--data", str(tmp_path / "pairs.jsonl")]) == 0
+    assert f"rewards/margins {results['rewards/margins']:.4f}" in capsys.readouterr().out
+    if named is None and "adapters" not in str(tmp_path):
+        moved(tmp_path / "base", 0.2)
+        assert main.main(["eval", str(tmp_path / "run"), "--data", str(tmp_path / "pairs.jsonl")]) != 0
+        assert "other content" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("sections", "words"),
     [
@@ -210,6 +337,10 @@ def test_a_resumed_run_has_the_reference_that_it_began_with(tmp_path: Path) -> N
         ({"data": {**job()["data"], "packing": "padded"}}, "set `documents`"),
         ({"chat": {"template": "plain", "train_on": "all"}}, "train_on: all"),
         ({"task": {"name": "causal_lm"}, "preference": {}}, "learns no preferences"),
+        ({"task": {"name": "cpo"}, "preference": {"reference": {"name": MODEL}}}, "reference is no key of task cpo"),
+        ({"preference": {"reference": "adapters_off"}}, "has no `lora` section"),
+        ({"preference": {"reference": "adapters_off"}, "lora": {"save_modules": ["norm"]}}, "computed once and cached"),
+        ({"preference": {"reference": "adapters_off"}, "lora": {"init": "pissa"}}, "out of the base"),
     ],
 )
 def test_what_is_refused(sections: dict[str, Any], words: str) -> None:

@@ -82,11 +82,7 @@ def _prepare(runtime: Runtime, model: nn.Module, optimizer: torch.optim.Optimize
     launch, config = runtime.launch, _config(runtime)
     sizes = [getattr(p, "ds_numel", p.numel()) for p in model.parameters()]
     deepspeed_config.fit_to_model(config, hidden_size=width_of(model), parameter_sizes=sizes)
-    for parameter in model.parameters():
-        # A network that was sharded as it was loaded: in the dtypes that its parameters have by now.
-        shard: Any = getattr(parameter, "ds_tensor", None)
-        if shard is not None and shard.dtype != parameter.dtype:
-            shard.data = shard.data.to(parameter.dtype)
+    _cast_shards(model)
     with viewing_scalars():
         if launch.offload_params == "nvme" and not any(hasattr(p, "ds_id") for p in model.parameters()):
             import deepspeed
@@ -100,6 +96,42 @@ def _prepare(runtime: Runtime, model: nn.Module, optimizer: torch.optim.Optimize
     if launch.kind == "zero3":
         _plan_gathers_by_training(wrapped)
     return wrapped, prepared
+
+
+def _cast_shards(model: nn.Module) -> None:
+    """Puts the shards of a network that was sharded as it was loaded in the dtypes that its parameters have by now."""
+    for parameter in model.parameters():
+        shard: Any = getattr(parameter, "ds_tensor", None)
+        if shard is not None and shard.dtype != parameter.dtype:
+            shard.data = shard.data.to(parameter.dtype)
+
+
+def _hold(runtime: Runtime, model: Any) -> nn.Module:
+    """Holds a second network: under stage 3 sharded by an engine without an optimiser, else whole."""
+    launch = runtime.launch
+    if launch.kind != "zero3":
+        held = strategy.hold(runtime, model)
+        if _casts_weights(runtime):
+            held.to(runtime.dtype)
+            model.autocast = nullcontext
+        return held
+    if launch.offload_params == "nvme":
+        raise BackendError(
+            f"{launch.ds_place} offloads parameters to NVMe, where DeepSpeed holds one network: a second one deletes "
+            "the files of the first. Offload them to the CPU (offload_param.device), or to nowhere."
+        )
+    import deepspeed
+
+    from finetune.utils.compat.deepspeed_private import viewing_scalars
+
+    # Sizes that fit the trained network are in the run's own config by now.
+    config = {**_config(runtime), "zero_optimization": copy.deepcopy(launch.ds_config["zero_optimization"])}
+    sizes = [getattr(p, "ds_numel", p.numel()) for p in model.parameters()]
+    deepspeed_config.fit_to_model(config, hidden_size=width_of(model), parameter_sizes=sizes)
+    _cast_shards(model)
+    with viewing_scalars():
+        engine: nn.Module = deepspeed.initialize(model=model, config=copy.deepcopy(config))[0]
+    return engine
 
 
 def _plan_gathers_by_training(engine: Any) -> None:
@@ -406,6 +438,7 @@ STRATEGY = Strategy(
     loading=_loading,
     check_network=_check_network,
     prepare=_prepare,
+    hold=_hold,
     casts_weights=_casts_weights,
     autocast=_autocast,
     check_gradients=_check_gradients,

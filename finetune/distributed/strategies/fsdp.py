@@ -5,10 +5,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, fsdp2_prepare_model
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
@@ -76,18 +77,9 @@ def _enter_fsdp_on_gloo() -> None:
 def _prepare(runtime: Runtime, model: nn.Module, optimizer: torch.optim.Optimizer) -> Prepared:
     launch = runtime.launch
     before = sum(len(group["params"]) for group in optimizer.param_groups)
-    names = [name for name, parameter in model.named_parameters() if held_whole(parameter)]
-    # torch moves them to no device.
-    whole = nn.ParameterList(p for p in model.parameters() if held_whole(p)).to(runtime.device)
     # An Accelerate that fell back to another backend has no plugin, which `verify_launch` names.
     if (plugin := getattr(runtime.accelerator.state, "fsdp_plugin", None)) is not None:
-        if names and plugin.cpu_ram_efficient_loading:
-            raise BackendError(
-                f"{launch.place} sets fsdp_cpu_ram_efficient_loading, by which Accelerate shards all parameters anew, "
-                f"and '{inner_name(names[0])}' cannot be cut: it has no dimensions, or is of whole numbers. Set the "
-                "key to false."
-            )
-        plugin.ignored_modules = [whole]
+        _keep_whole(runtime, plugin, model)
     wrapped: Any
     with sharding_over_mesh(runtime):
         wrapped, prepared = strategy.prepare(runtime, model, optimizer)
@@ -111,6 +103,30 @@ def _prepare(runtime: Runtime, model: nn.Module, optimizer: torch.optim.Optimize
         # Ranks may use different weights in a micro-batch (experts): what they reduce must match.
         wrapped.set_reduce_scatter_unused_params(True)
     return wrapped, prepared
+
+
+def _keep_whole(runtime: Runtime, plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> None:
+    """Has Accelerate leave out what cannot be cut, and puts it on the device, since torch moves it to none."""
+    names = [name for name, parameter in model.named_parameters() if held_whole(parameter)]
+    if names and plugin.cpu_ram_efficient_loading:
+        raise BackendError(
+            f"{runtime.launch.place} sets fsdp_cpu_ram_efficient_loading, by which Accelerate shards all parameters "
+            f"anew, and '{inner_name(names[0])}' cannot be cut: it has no dimensions, or is of whole numbers. Set the "
+            "key to false."
+        )
+    plugin.ignored_modules = [nn.ParameterList(p for p in model.parameters() if held_whole(p)).to(runtime.device)]
+
+
+def _hold(runtime: Runtime, model: nn.Module) -> nn.Module:
+    """Shards a second network over the same mesh as the trained one, by the launch file's units of its own."""
+    state = runtime.accelerator.state
+    # Anew from the launch file: the other one has the trained network's classes by now.
+    plugin = FullyShardedDataParallelPlugin()
+    plugin.mixed_precision_policy = state.fsdp_plugin.mixed_precision_policy
+    _keep_whole(runtime, plugin, model)
+    with sharding_over_mesh(runtime), patch.object(state, "fsdp_plugin", plugin):
+        held: nn.Module = fsdp2_prepare_model(runtime.accelerator, model)
+    return held
 
 
 def sharding_over_mesh(runtime: Runtime) -> AbstractContextManager[None]:
@@ -342,6 +358,7 @@ STRATEGY = Strategy(
     holds=lambda model: isinstance(model, FSDPModule),
     accelerator_options=_accelerator_options,
     prepare=_prepare,
+    hold=_hold,
     casts_weights=lambda runtime: runtime.launch.mixed_precision in DTYPES,
     autocast=strategy.uncached_autocast,
     no_sync=lambda runtime, model: (

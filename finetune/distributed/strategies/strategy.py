@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -83,6 +84,13 @@ def uncached_autocast(runtime: Runtime) -> AbstractContextManager[Any]:
     if runtime.precision == "fp32":
         return nullcontext()
     return torch.autocast(runtime.device.type, dtype=runtime.dtype, cache_enabled=False)
+
+
+def hold(runtime: Runtime, model: Any) -> nn.Module:
+    """Puts a network that is not trained on the device, whole, to compute in the run's precision."""
+    model.autocast = partial(uncached_autocast, runtime)
+    held: nn.Module = model.to(runtime.device)
+    return held
 
 
 def no_sync(runtime: Runtime, model: Any) -> AbstractContextManager[Any]:
@@ -271,6 +279,8 @@ class Strategy:
     """Refuses a network that is not there yet, by its hidden size and the elements of each parameter; completes the
     launch's DeepSpeed config for it in place."""
     prepare: Callable[[Runtime, nn.Module, torch.optim.Optimizer], Prepared] = prepare
+    hold: Callable[[Runtime, Any], nn.Module] = hold
+    """Holds a second network, a `ForwardWrapper` whose parameters are all frozen, without an optimiser."""
     casts_weights: Callable[[Runtime], bool] = lambda runtime: False
     """True if the network's weights are computed with in 16 bit, all of them."""
     autocast: Callable[[Runtime], AbstractContextManager[Any]] = lambda runtime: nullcontext()

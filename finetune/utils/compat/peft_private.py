@@ -1,4 +1,4 @@
-"""Imports that peft makes when it looks at a network."""
+"""Imports that peft makes when it looks at a network, and a switch of its adapters."""
 
 import sys
 from collections.abc import Iterator
@@ -6,6 +6,26 @@ from contextlib import contextmanager
 from typing import Any
 
 from finetune.utils.compat.library_versions import require
+
+
+@contextmanager
+def adapters_off(network: Any) -> Iterator[None]:
+    """Has a network compute as if it had no adapters.
+
+    peft's own `disable_adapter` also freezes them in between, and backends have looked by then which weights train.
+    Source: peft 0.21, `BaseTunerLayer.enable_adapters` in `tuners/tuners_utils.py`.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    require("peft", BaseTunerLayer, "_disable_adapters")
+    layers = [module for module in network.modules() if isinstance(module, BaseTunerLayer)]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
 
 
 @contextmanager
