@@ -152,12 +152,10 @@ class Backend:
         return wrapped, prepared
 
     def hold_frozen(self, model: nn.Module) -> nn.Module:
-        """Holds a second network as the launch holds networks, whole or sharded, without an optimiser.
-
-        It is called as the trained one is, without gradients, and no checkpoint holds it.
+        """Freezes a second network and holds it as the launch holds networks, to be called as the trained one is.
 
         Args:
-            model: A `ForwardWrapper`; where the launch splits layers, they are split already. It is frozen here.
+            model: A `ForwardWrapper`; where the launch splits layers, they are split already.
 
         Raises:
             BackendError: If the launch cannot hold two, or this rank holds all of what is to be sharded.

@@ -36,28 +36,24 @@ class Memory:
 def measure_memory(
     strategy: Strategy, runtime: Runtime, model: nn.Module, state_bytes: float, frozen: Sequence[nn.Module] = ()
 ) -> Memory:
-    """Adds up what the prepared objects hold.
+    """Adds up what the prepared objects hold, with so many bytes of state that the optimiser keeps for an element.
 
-    Args:
-        state_bytes: State that the optimiser keeps for an element.
-        frozen: Further networks, of which nothing is trained.
+    Of `frozen` networks nothing is trained.
     """
-    trained = [p for p in model.parameters() if p.requires_grad]
+    networks = nn.ModuleList([model, *frozen])
+    parameters = list(networks.parameters())
+    trained = [p for p in parameters if p.requires_grad]
     held, elements = strategy.held_weights(model, trained)
     # Until their last micro-batch.
     whole = runtime.launch.holds_whole_gradients(runtime.accumulation)
     return Memory(
-        frozen=sum(map(_frozen_bytes, (model, *frozen))),
+        frozen=sum(held_bytes(p) for p in parameters if not p.requires_grad)
+        + sum(local(b).nbytes for b in networks.buffers())
+        + sum(t.nbytes for m in networks.modules() for t in _scales(getattr(m, "quant_state", None))),
         trained=held,
         gradients=4 * (sum(int(getattr(p, "ds_numel", p.numel())) for p in trained) if whole else elements),
         optimizer=round(state_bytes * elements),
     )
-
-
-def _frozen_bytes(model: nn.Module) -> int:
-    parameters = sum(held_bytes(p) for p in model.parameters() if not p.requires_grad)
-    scales = sum(t.nbytes for m in model.modules() for t in _scales(getattr(m, "quant_state", None)))
-    return parameters + sum(local(b).nbytes for b in model.buffers()) + scales
 
 
 def _scales(state: Any) -> Iterator[torch.Tensor]:

@@ -81,28 +81,24 @@ def with_base(source: WeightSource, base: str | None) -> Recipe:
 
 
 def build_reference(source: WeightSource, recipe: Recipe, ready: TaskData) -> nn.Module:
-    """Returns the network that a run compared with: that of `preference.reference`, or the one that it began with.
-
-    Args:
-        recipe: The run's, with the base to take.
+    """Returns the network that a run compared with, frozen: a second one, or the one that it began with.
 
     Raises:
         RecipeError: If it is not there, or is another one by now.
     """
-    [*named] = recipe.frozen_models.items()
-    began = _with_model(recipe, freeze=None).model_copy(update={"lora": None})
-    key, own = (f"{named[0][0]}.name", recipe.of_frozen(named[0][1])) if named else ("model.name", began)
-    head, recorded = source_head(source), source.facts.get("identity", {}).get(key)
+    second = [(key, recipe.of_frozen(section)) for key, section in recipe.frozen_models.items()]
+    key, own = [("model", recipe.model_copy(update={"lora": None})), *second][-1]
     try:
         if own.model.name is not None:
             require_model(own.model.name)
-            if recorded != (base_of(own) or {})["digest"]:
+            if source.facts.get("identity", {}).get(f"{key}.name") != (base_of(own) or {})["digest"]:
                 raise RecipeError("it has other content than when the run began.")
-        return build_model(own, task_config(own, ready), head, trained=False).eval()
+        own = _with_model(own, loss="plain")  # as in `build_trained`
+        return build_model(own, task_config(own, ready), source_head(source), trained=False).eval()
     except (RecipeError, OSError, ValueError, TypeError) as error:
         reason = " ".join(str(error).split())
         raise RecipeError(
-            f"{source.run} compares answers with {own.model.name or 'its model as training began'} ({key}), which "
+            f"{source.run} compares answers with {own.model.name or 'its model as training began'} ({key}.name), which "
             f"cannot be opened: {reason} Bring that model back, or name the file as validation data in the recipe."
         ) from error
 

@@ -19,6 +19,7 @@ from finetune.models.build_network import build_model, check_pretrained, init_we
 from finetune.models.forward_wrapper import ForwardWrapper
 from finetune.models.pretrained_files import Weights
 from finetune.tasks.task import Task, TaskData
+from finetune.tasks.task_lookup import task_config
 from finetune.training import preflight
 from finetune.utils.errors import DataError, RecipeError
 
@@ -26,11 +27,9 @@ from finetune.utils.errors import DataError, RecipeError
 def load_network(
     backend: Backend, recipe: Recipe, task: Task, weights: Weights | None, build: Callable[[], nn.Module]
 ) -> nn.Module:
-    """Builds a network with its weights, sharded as it loads where the launch says so; every rank must call it.
+    """Returns what `build` builds with its weights, sharded as it loads where the launch says so.
 
-    Args:
-        weights: The files of the pretrained model, which must hold finite numbers.
-        build: Returns the network; it may be on the meta device.
+    Every rank must call it. `weights` are the files of the pretrained model, which must hold finite numbers.
     """
     if weights is not None:
         # Each rank looks at its share of them, and all refuse alike what is not finite.
@@ -91,7 +90,6 @@ def read_frozen(recipe: Recipe, task: Task, data: TaskData) -> FrozenNetwork | N
     for key, section in recipe.frozen_models.items():
         own = recipe.of_frozen(section)
         assert task.head is not None
-        assert task.build_config is not None
         with _naming(key):
             vocabulary, known = load_tokenizer(own).get_vocab(), data.tokenizer.get_vocab()  # type: ignore[union-attr]
             if apart := vocabulary.items() ^ known.items():
@@ -99,7 +97,7 @@ def read_frozen(recipe: Recipe, task: Task, data: TaskData) -> FrozenNetwork | N
                     f"{section.name} has another vocabulary than the data's tokenizer: {len({n for n, _ in apart}):,} "
                     f"tokens differ, such as {min(apart)[0]!r}. Name a model with the same tokenizer."
                 )
-            return FrozenNetwork(key, own, check_pretrained(own, task.build_config(own, data), task.head))
+            return FrozenNetwork(key, own, check_pretrained(own, task_config(own, data), task.head))
     return None
 
 
@@ -115,10 +113,8 @@ def _naming(key: str) -> Iterator[None]:
 def hold_frozen(backend: Backend, frozen: FrozenNetwork, task: Task, data: TaskData) -> nn.Module:
     """Returns a second network as the launch holds networks, loaded and verified; every rank must call it."""
     assert task.head is not None
-    assert task.build_config is not None
-    head, config = task.head, task.build_config(frozen.recipe, data)
     with _naming(frozen.key):
-        build = partial(build_model, frozen.recipe, config, head, trained=False)
+        build = partial(build_model, frozen.recipe, task_config(frozen.recipe, data), task.head, trained=False)
         network = load_network(backend, frozen.recipe, task, frozen.weights, build)
     wrapper, _, whole_loss = wrap_network(backend, network, frozen.recipe, task, data)
     held = backend.hold_frozen(wrapper)

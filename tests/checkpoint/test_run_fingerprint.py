@@ -280,8 +280,9 @@ def facts(folder: Path, changes: dict[str, Any]) -> dict[str, Any]:
             tree["length"] = {name: value}
         elif key == "data.cache_dir":
             tree["data"]["cache_dir"] = str(folder / "another")
-        elif name.startswith("rope_scaling."):
-            tree["model"]["rope_scaling"] = {**tree["model"]["rope_scaling"], name.partition(".")[2]: value}
+        elif "." in name:
+            inner, _, last = name.partition(".")
+            tree[section] = {**tree[section], inner: {**tree[section].get(inner, {}), last: value}}
         elif name:
             tree[section] = {**(tree.get(section) or {}), name: value}
         else:

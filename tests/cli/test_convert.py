@@ -392,14 +392,14 @@ def test_axolotl_of_pairs(tmp_path: Path) -> None:
 
 def test_llama_factory_of_pairs(tmp_path: Path) -> None:
     (tmp_path / "dataset_info.json").write_text(json.dumps(INFO))
-    recipe, said = converted(tmp_path, {**FACTORY, **FACTORY_DPO})
+    recipe, said = converted(tmp_path, {**FACTORY, **FACTORY_DPO, "ref_model": "org/other"})
     liked, chats = recipe.data.train
     assert (liked.path, liked.fields) == (str(tmp_path / "liked.json"), {})
     assert chats.fields == {"conversations": "talk", "rejected": "bad"}
     assert "dataset.2: pairs has no pairs of answers" in said
     assert recipe.task.name == "dpo"
     assert recipe.preference is not None
-    section = {"beta": 0.2, "loss": ("sigmoid", "sft"), "loss_weights": (1.0, 0.5)}
+    section = {"beta": 0.2, "loss": ("sigmoid", "sft"), "loss_weights": (1.0, 0.5), "reference": {"name": "org/other"}}
     assert recipe.preference.model_dump(exclude_defaults=True) == section
     assert "pref_ftx: there it is a mean of each answer's mean" in said
     (tmp_path / "new" / "recipe.yaml").unlink()
@@ -489,10 +489,10 @@ def test_what_is_not_known_is_listed(tmp_path: Path) -> None:
             "grpo has no counterpart in task.name (dpo, ipo, orpo, simpo, kto)",
         ),
         ({**TRL, "loss_type": ["sigmoid", "kto_pair"]}, "kto_pair is no loss of dpo here (sigmoid, hinge"),
-        ({**TRL, "beta": 0.1, "sync_ref_model": True}, "sync_ref_model is true, and the reference is the model"),
+        ({**TRL, "beta": 0.1, "sync_ref_model": True}, "sync_ref_model is true, and a reference stays as it is"),
         (
-            {**FACTORY, **FACTORY_DPO, "ref_model": "org/other"},
-            "ref_model is org/other, and the reference is the model",
+            {**FACTORY, **FACTORY_DPO, "ref_model_adapters": "org/other"},
+            "ref_model_adapters is org/other, and a reference stays as it is, and is a whole model",
         ),
         ({**AXOLOTL, "adapter": "llama-adapter"}, "adapter is llama-adapter"),
         ({**AXOLOTL, "datasets": [{"path": "a", "type": "oasst"}]}, "datasets.0: data of type oasst is not read"),

@@ -22,9 +22,11 @@ from finetune.cli import main
 from finetune.config.preference_losses import LOSSES
 from finetune.config.recipe import validate_recipe
 from finetune.distributed.backend import Backend
-from finetune.models.forward_wrapper import unwrap
+from finetune.models.forward_wrapper import ForwardWrapper, unwrap
+from finetune.tasks.task import Reference
 from finetune.tasks.task_lookup import BUILT_IN
 from finetune.training.built_run import BuiltRun
+from finetune.training.reference_scores import join_without_adapters
 from finetune.utils.errors import FinetuneError, RecipeError
 
 
@@ -256,8 +258,11 @@ def test_another_model_is_the_reference_and_is_let_go(tmp_path: Path, monkeypatc
 
     def noted(self: Backend, model: Any) -> Any:
         held.append(weakref.ref(model))
-        assert not any(p.requires_grad for p in model.parameters())
-        return hold(self, model)
+        network = hold(self, model)
+        assert not any(p.requires_grad for p in network.parameters())
+        size = sum(tensor.nbytes for tensor in (*network.parameters(), *network.buffers()))
+        assert self.memory(self.model, 8.0, [network]).frozen - self.memory(self.model, 8.0).frozen == size > 490_000
+        return network
 
     monkeypatch.setattr(Backend, "hold_frozen", noted)
     network: Any = AutoModelForCausalLM.from_pretrained(moved(tmp_path / "other"), attn_implementation="eager")
@@ -288,6 +293,24 @@ def test_a_reference_has_the_vocabulary_of_the_data(tmp_path: Path) -> None:
     tree = job(preference={"reference": {"name": folder}}, output={"dir": str(tmp_path / "run")})
     with pytest.raises(RecipeError, match=r"preference.reference: .* has another vocabulary .* 1 tokens differ"):
         run_here(tree)
+
+
+def test_what_else_is_trained_takes_the_base_away() -> None:
+    network = torch.nn.ModuleDict({"lora_A": torch.nn.Linear(2, 2), "norm": torch.nn.LayerNorm(2)})
+    model, reference = ForwardWrapper(torch.nn.ModuleDict({"layer": network})), Reference(lambda network, batch: batch)
+    with pytest.raises(RecipeError, match=r"2 parameters beside adapters are trained, such as layer.norm.weight"):
+        join_without_adapters(model, reference)
+    network["norm"].requires_grad_(False)
+    join_without_adapters(model, reference)
+
+
+def test_weights_of_another_task_are_no_reference(tmp_path: Path) -> None:
+    """They would be trained on, while pairs were compared with the base below them."""
+    short = {"length": {"steps": 1}, "lora": {"rank": 2}, "checkpoint": {"every_steps": 1}}
+    run_here(job("kto", **short, output={"dir": str(tmp_path / "one")}))
+    resume = {"mode": str(tmp_path / "one"), "allow": ["task", "data"]}
+    with pytest.raises(RecipeError, match="is of another task, and dpo compares with the model as training begins"):
+        run_here(job(**{**short, "length": {"steps": 2}}, resume=resume, output={"dir": str(tmp_path / "two")}))
 
 
 @pytest.mark.parametrize(

@@ -174,7 +174,7 @@ def reach(asked: Asked) -> Iterable[CheckResult]:
     # Names on the hub, each with its kind as the cache's folders call it.
     wanted: dict[str, str] = {}
     if (recipe := asked.recipe) is not None:
-        models = (recipe.model.name, recipe.tokenizer.name)
+        models = (recipe.model.name, recipe.tokenizer.name, *(one.name for one in recipe.frozen_models.values()))
         wanted = {name: "models" for name in models if name is not None and not Path(name).exists()}
         sources = (*recipe.data.train, *recipe.data.validation)
         wanted |= {source.hub: "datasets" for source in sources if source.hub is not None}

@@ -80,9 +80,7 @@ def _prepare(runtime: Runtime, model: nn.Module, optimizer: torch.optim.Optimize
     from finetune.utils.compat.deepspeed_private import viewing_scalars
 
     launch, config = runtime.launch, _config(runtime)
-    sizes = [getattr(p, "ds_numel", p.numel()) for p in model.parameters()]
-    deepspeed_config.fit_to_model(config, hidden_size=width_of(model), parameter_sizes=sizes)
-    _cast_shards(model)
+    _fit(config, model)
     with viewing_scalars():
         if launch.offload_params == "nvme" and not any(hasattr(p, "ds_id") for p in model.parameters()):
             import deepspeed
@@ -98,9 +96,12 @@ def _prepare(runtime: Runtime, model: nn.Module, optimizer: torch.optim.Optimize
     return wrapped, prepared
 
 
-def _cast_shards(model: nn.Module) -> None:
-    """Puts the shards of a network that was sharded as it was loaded in the dtypes that its parameters have by now."""
+def _fit(config: dict[str, Any], model: nn.Module) -> None:
+    """Completes a config for a network, in place."""
+    sizes = [getattr(p, "ds_numel", p.numel()) for p in model.parameters()]
+    deepspeed_config.fit_to_model(config, hidden_size=width_of(model), parameter_sizes=sizes)
     for parameter in model.parameters():
+        # A network that was sharded as it was loaded: in the dtypes that its parameters have by now.
         shard: Any = getattr(parameter, "ds_tensor", None)
         if shard is not None and shard.dtype != parameter.dtype:
             shard.data = shard.data.to(parameter.dtype)
@@ -125,12 +126,10 @@ def _hold(runtime: Runtime, model: Any) -> nn.Module:
     from finetune.utils.compat.deepspeed_private import viewing_scalars
 
     # Sizes that fit the trained network are in the run's own config by now.
-    config = {**_config(runtime), "zero_optimization": copy.deepcopy(launch.ds_config["zero_optimization"])}
-    sizes = [getattr(p, "ds_numel", p.numel()) for p in model.parameters()]
-    deepspeed_config.fit_to_model(config, hidden_size=width_of(model), parameter_sizes=sizes)
-    _cast_shards(model)
+    config = copy.deepcopy({**_config(runtime), "zero_optimization": launch.ds_config["zero_optimization"]})
+    _fit(config, model)
     with viewing_scalars():
-        engine: nn.Module = deepspeed.initialize(model=model, config=copy.deepcopy(config))[0]
+        engine: nn.Module = deepspeed.initialize(model=model, config=config)[0]
     return engine
 
 
