@@ -569,6 +569,7 @@ RULES: dict[str, Callable[[_Conversion, str, str, Any], Values]] = {
     "used": lambda *_: {},  # the rule of another key reads it
     "warmup": _warmup,
     "whole": _whole_steps,
+    "with_name": lambda c, key, here, value: {here: {"name": value}},
     "with_sft": _with_sft,
 }
 """Functions that carry over values, by the names that the table has for them."""

@@ -17,6 +17,7 @@ from torch import nn
 
 from finetune.data.rows.feed import Rows, counts_of, evaluation_batches
 from finetune.distributed.mesh import ONE_RANK
+from finetune.distributed.strategies import sequence
 from finetune.models.forward_wrapper import unwrap, without_training
 from finetune.tasks.task import Batch, Figures, Reference, Task, mean_figures
 from finetune.utils.compat.peft_private import adapters_off
@@ -156,7 +157,7 @@ def join_scores(model: nn.Module, reference: Reference, batch: Batch, *, adapter
 
     def scored(network: nn.Module, batch: Batch) -> torch.Tensor:
         with nullcontext() if adapters else adapters_off(network):
-            return reference.compute(network, batch)
+            return sequence.sum_of_parts(reference.compute(network, batch), network)
 
     with without_training(model):
         return {**batch, "reference": model(scored, batch)}

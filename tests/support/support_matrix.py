@@ -233,7 +233,7 @@ def _rows() -> Iterator[tuple[str, ...]]:
     for kind in ("live", "named"):
         yield (
             references % kind,
-            "single ddp fsdp zero3 fsdp_tp",
+            "single ddp fsdp zero3 fsdp_tp sp",
             "preferences chat documents lora AdamW fp32 evaluation",
         )
     plain_loop = "training/test_preferences.py::test_the_path_is_that_of_a_plain_loop[sft]"

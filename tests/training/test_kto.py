@@ -80,6 +80,16 @@ def test_figures_are_means_over_their_answers(launcher: Launcher) -> None:
     assert run.steps[-1]["rewards/margins"] > 0.01
 
 
+def test_the_base_without_adapters_is_the_same_reference(tmp_path: Path) -> None:
+    """In the pass over the window as well, by which the baseline is estimated."""
+    runs = []
+    for name in ("start", "adapters_off"):
+        tree = job(lora={"rank": 2}, preference={**BOTH, "reference": name}, output={"dir": str(tmp_path / name)})
+        runs.append(run_here({**tree, "data": {**tree["data"], "cache_dir": str(tmp_path / "cache")}}))
+    np.testing.assert_allclose(runs[0].losses, runs[1].losses, rtol=1e-6)
+    assert len({*runs[0].losses}) == 4
+
+
 def document(rows: Any, number: int) -> tuple[list[int], list[int]]:
     """Returns the prompt and the answer of a row, the latter up to its last learned token."""
     start, length = int(rows.packed.starts[3 * number]), int(rows.packed.lengths[3 * number]) + 1

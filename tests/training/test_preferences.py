@@ -82,7 +82,7 @@ REFERENCES = {
         )
         for name, of in {"live": "adapters_off", "named": {"name": MODEL}}.items()
     }
-    for config, most in {"single": 504, "ddp": 496, "fsdp": 488, "zero3": 480, "fsdp_tp": 472}.items()
+    for config, most in {"single": 504, "ddp": 496, "fsdp": 488, "zero3": 480, "fsdp_tp": 472, "sp": 464}.items()
 }
 for config, runs in REFERENCES.items():
     LAUNCHED_RUNS[config] |= runs

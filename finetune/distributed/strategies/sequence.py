@@ -96,6 +96,12 @@ def part_of_row(values: torch.Tensor, network: nn.Module) -> torch.Tensor:
     return values if rows is None or not rows.splits else values.tensor_split(rows.group.size, -1)[rows.group.rank]
 
 
+def sum_of_parts(values: torch.Tensor, network: nn.Module) -> torch.Tensor:
+    """Returns the sum, without gradients, of what ranks have of parts of a row; the values where it is not split."""
+    rows: RowGroup | None = getattr(network, "row_group", None)
+    return values if rows is None or not rows.splits else sum_over(rows.group, values)
+
+
 def share_of(function: Callable[[torch.Tensor], torch.Tensor], sums: torch.Tensor, network: nn.Module) -> torch.Tensor:
     """Returns this rank's share, 1 / N, of a function of what its row's parts sum up to; without parts, all of it.
 
