@@ -18,6 +18,7 @@ from torch import nn
 from finetune.data.rows.feed import Rows, counts_of, evaluation_batches
 from finetune.distributed.mesh import ONE_RANK
 from finetune.distributed.strategies import sequence
+from finetune.models.embedding_noise import KEYS as NOISE
 from finetune.models.forward_wrapper import unwrap, without_training
 from finetune.tasks.task import Batch, Figures, Reference, Task, mean_figures
 from finetune.utils.compat.peft_private import adapters_off
@@ -160,7 +161,9 @@ def join_scores(model: nn.Module, reference: Reference, batch: Batch, *, adapter
             return sequence.sum_of_parts(reference.compute(network, batch), network)
 
     with without_training(model):
-        return {**batch, "reference": model(scored, batch)}
+        # The policy alone learns with noise.
+        plain = {name: values for name, values in batch.items() if name != NOISE}
+        return {**batch, "reference": model(scored, plain)}
 
 
 def with_window(

@@ -194,12 +194,12 @@ def _sent(run: BuiltRun, step: int, window: Window, batches: Iterator[dict[str, 
             widths = getattr(run.data.train, "widths", None)
             of_rows = None if widths is None else widths[window.rows[index]]
             batch = with_noise(batch, alpha, (run.recipe.seed, step), _places(run, window)[index].tolist(), of_rows)
-        batch = batch_to_device(batch, run.backend.device)
+        sent: Batch = batch_to_device(batch, run.backend.device)
         run.timer.mark("forward")
-        batch = run.join(batch)
+        sent = run.join(sent)
         # Dropout depends on where in the global batch a micro-batch stands, not on who computes it or what came before.
         seed_torch(run.recipe.seed, step, index * mesh.average_size + mesh.average_rank)
-        yield batch
+        yield sent
 
 
 def _pass_over_window(run: BuiltRun, step: int, window: Window) -> Iterator[dict[str, torch.Tensor]]:
