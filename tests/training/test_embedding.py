@@ -1,4 +1,4 @@
-"""Embeddings: the loss of a plain loop over the whole global batch, however it is split, and files of others' format."""
+"""Embeddings: the loss of a plain loop over the global batch, however it is split; files of sentence-transformers."""
 
 import copy
 import json
@@ -13,7 +13,6 @@ from harness import Launcher, assert_same_path
 from inside import run_here
 from recipes_for_tests import ARCHITECTURES, base
 from test_pairs_and_weights import WORDS, save_tokenizer
-from testdata import MODEL
 from torch.nn.functional import cross_entropy, normalize
 from transformers import AutoModel, AutoTokenizer
 
@@ -21,9 +20,9 @@ from finetune.cli import main
 from finetune.config.recipe import validate_recipe
 from finetune.models.forward_wrapper import unwrap
 from finetune.tasks.embedding import pool
-from finetune.tasks.task_lookup import BUILT_IN
+from finetune.tasks.task_lookup import BUILT_IN, named_task
 from finetune.training.built_run import BuiltRun
-from finetune.utils.errors import DataError, FinetuneError, RecipeError
+from finetune.utils.errors import DataError, RecipeError
 
 ENCODER = {**ARCHITECTURES["bert"]["model"]["config"], "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
@@ -219,3 +218,110 @@ def test_sentence_transformers_gives_the_same_embeddings(trained: tuple[Any, lis
     opened = library.SentenceTransformer(str(run.directory / "model"), device="cpu")
     np.testing.assert_allclose(opened.encode(lines), wanted, atol=1e-6)
     assert opened.similarity_fn_name == "cosine"
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"batch": {"global_size": 1, "micro_size": 1}}, "batch.global_size: with one row there is nothing"),
+        ({"chat": {}}, "chat: embedding reads no conversations"),
+        ({"data": {**job()["data"], "packing": "documents"}}, "embedding reads a few texts a row; set `padded`"),
+        ({"preference": {"beta": 0.2}}, "embedding learns no preferences"),
+        ({"task": {"name": "causal_lm"}, "embedding": {}}, "causal_lm learns no embeddings"),
+        ({"task": {"name": "reward"}, "embedding": {}}, "reward learns no embeddings"),
+        ({"task": {"name": "embedding", "num_labels": 2}}, "task.num_labels: embedding has no classes"),
+        ({"eval": {"metrics": ["accuracy"]}}, "embedding always reports accuracy, recall_at_5"),
+        ({"sample": {"prompt": "Once"}}, "sample: embedding writes no text"),
+        ({"length": {"tokens": 100}}, "length.tokens: rows of embedding are of any length"),
+        ({"data": {**job()["data"], "train": [{"path": "x.csv", "pair_field": "b"}]}}, "`pair_field` of a source"),
+        ({"data": {**job()["data"], "train": [{"path": "x.csv", "text_field": "b"}]}}, "name texts in `fields`"),
+        ({"data": {**job()["data"], "train": [{"path": "x.csv", "label_field": "b"}]}}, "reads no labels"),
+        ({"data": {**job()["data"], "train": [{"path": "x.csv", "fields": {"text": "b"}}]}}, "there is no text; it"),
+        ({"embedding": {"pooling": "max"}}, "embedding.pooling"),
+        ({"embedding": {"scale": 0.0}}, "embedding.scale"),
+        ({"checkpoint": {"keep_best_by": "validation_recall"}}, "did you mean 'validation_recall_at_5'"),
+    ],
+)
+def test_what_is_refused(sections: dict[str, Any], words: str) -> None:
+    with pytest.raises(RecipeError, match=re.escape(words)):
+        validate_recipe({**job(), **sections}, tasks=BUILT_IN)
+
+
+@pytest.mark.parametrize(
+    ("model", "pooling", "words"),
+    [
+        (base()["model"], "cls", "embedding.pooling: `cls` is the first token, which sees no other in a llama"),
+        ({"config": {"model_type": "t5"}}, "mean", "a t5 is an encoder and a decoder"),
+    ],
+)
+def test_networks_without_such_an_embedding_are_refused(
+    model: dict[str, Any], pooling: str, words: str, tmp_path: Path
+) -> None:
+    texts(tmp_path)
+    with pytest.raises(RecipeError, match=re.escape(words)):
+        run_here(of_encoder(tmp_path, model=model, embedding={"pooling": pooling}))
+
+
+@pytest.mark.parametrize(
+    ("records", "words"),
+    [
+        ([{"anchor": "w1", "positive": " "}], "line 1: the positive is empty"),
+        ([{"anchor": "w1", "positive": "w2"}, {"anchor": 3, "positive": "w2"}], "line 2: the anchor is no text, but"),
+        ([{"anchor": "w1", "text": "w2"}], "line 1: there is no field 'positive'; the fields are anchor, text"),
+        (
+            [{"anchor": "w1", "positive": "w2"}, {"anchor": "w1", "positive": "w2", "negative": "w3"}],
+            "line 2: this record has a negative, and the first of its source has none",
+        ),
+        (["w1"], "line 1: a record is an object with fields, got a text"),
+    ],
+)
+def test_a_broken_record_is_named(records: list[Any], words: str, tmp_path: Path) -> None:
+    texts(tmp_path)
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    with pytest.raises(DataError, match=re.escape(words)):
+        run_here(of_encoder(tmp_path))
+
+
+def test_sources_are_read_alike_whatever_their_format_and_names(tmp_path: Path) -> None:
+    """The same batches, but for what is left out as broken."""
+    records = [{**record, "anchor": f" {record['anchor'].upper()}\n"} for record in texts(tmp_path, 8, negative=False)]
+    renamed = [{"query": r["anchor"], "positive": r["positive"]} for r in records]
+    nested = [{"q": r["anchor"], "a": [{"text": r["positive"]}], "more": 1} for r in records]
+    table = "sentence1\tsentence2\n" + "".join(f"{r['anchor'].strip()}\t{r['positive']}\n" for r in records)
+    (tmp_path / "renamed.json").write_text(json.dumps([*renamed, {"query": "w1", "positive": ""}]))
+    (tmp_path / "nested.jsonl").write_text("".join(json.dumps(record) + "\n" for record in nested))
+    (tmp_path / "table.tsv").write_text(table)
+    sources = [{"path": str(tmp_path / name)} for name in ("renamed.json", "nested.jsonl", "table.tsv")]
+    sources[1]["fields"] = {"anchor": "q", "positive": "a.0.text"}  # type: ignore[assignment]
+    tree = of_encoder(tmp_path, checks={"max_broken": 1, "max_left_out": 1.0})
+    data = {**tree["data"], "train": sources, "lowercase": True, "strip": True}
+    recipe = validate_recipe({**tree, "data": data}, tasks=BUILT_IN)
+    ready = named_task(recipe).build_data(recipe, True)
+    assert ready.train is not None
+    assert len(ready.train) == 24
+    batches = [ready.train.batch(np.arange(first, first + 8)) for first in (0, 8, 16)]
+    assert batches[0]["input_ids"].shape[0] == 16
+    wanted = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")(
+        [r["anchor"].strip().lower() for r in records] + [r["positive"] for r in records],
+        padding=True,
+        truncation=True,
+        max_length=16,
+        return_tensors="pt",
+    )
+    for batch in batches:
+        for name in ("input_ids", "attention_mask"):
+            assert torch.equal(batch[name], wanted[name])
+    report = ready.report["train"]
+    assert (report["broken"], report["sources"][1]["unread"]) == ({"no text": 1}, ("more",))
+    computed = ready.train.num_computed(np.arange(8))  # type: ignore[attr-defined]
+    assert computed == int(wanted["attention_mask"].sum())
+    assert report["useful_share"] == pytest.approx(computed / (16 * 16))
+
+
+def test_sources_with_and_without_negatives_are_refused(tmp_path: Path) -> None:
+    texts(tmp_path / "one", negative=False)
+    texts(tmp_path)
+    tree = of_encoder(tmp_path)
+    train = [*tree["data"]["train"], {"path": str(tmp_path / "one" / "texts.jsonl")}]
+    with pytest.raises(DataError, match="24 of 48 records have a negative, and others have none"):
+        run_here({**tree, "data": {**tree["data"], "train": train}})
