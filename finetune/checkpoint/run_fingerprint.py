@@ -58,8 +58,8 @@ def identity_of(recipe: Recipe, order: RowOrder, base: dict[str, Any] | None) ->
     """
     tree = recipe.model_dump(mode="json")
     scaling = ("rope_scaling",) if recipe.model.rope_scaling is not None else ()
-    preference = ("preference",) if recipe.preference is not None else ()
-    facts = flat({name: tree[name] for name in ("task", "optim", "schedule", "lora", *preference)})
+    given = (name for name in ("preference", "embedding") if tree[name] is not None)
+    facts = flat({name: tree[name] for name in ("task", "optim", "schedule", "lora", *given)})
     of_model = ("config", "freeze", "quantization", "double_quantization", "fp8", "neftune_alpha", *scaling)
     facts |= flat({name: tree["model"][name] for name in of_model}, "model.")
     if base is not None:

@@ -245,12 +245,12 @@ def evaluate(parsed: argparse.Namespace) -> None:
     if parsed.json:
         print(json.dumps(results))
         return
-    if "rmse" in results:
-        figures = ", ".join(f"{name} {results[name]:.5f}" for name in ("rmse", "pearson", "spearman"))
-        print(f"validation loss {results['loss']:.5f}, {figures}, over {results['targets']:,} documents")
-        return
     if "classes" in results:
         _print_classes(results)
+        return
+    if "perplexity" not in results:
+        figures = ", ".join(f"{name} {value:.5f}" for name, value in results.items() if name != "targets")
+        print(f"validation {figures}, over {results['targets']:,} documents")
         return
     accuracy = f", accuracy {results['accuracy']:.4f}" if "accuracy" in results else ""
     each = ", a document each" * (recipe.data.packing == "padded")

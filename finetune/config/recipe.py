@@ -417,7 +417,8 @@ def _conflicts(recipe: Recipe, tasks: Mapping[str, BuiltInTask] | None) -> Itera
     task = (tasks or {}).get(recipe.task.name)
     rows = RowFacts() if task is None else task.rows
     yield from task_conflicts(recipe, rows)
-    for side in ("train", "validation") if recipe.chat is None and not rows.embeds else ():
+    # Without tasks it is not known whether the sources are of texts that are embedded, which have names, too.
+    for side in ("train", "validation") if recipe.chat is None and tasks is not None and not rows.embeds else ():
         for number, source in enumerate(getattr(recipe.data, side)):
             if source.format != "auto" or source.fields:
                 # What is advised must not be refused next.

@@ -48,12 +48,12 @@ def embedding(recipe: Recipe) -> Task:
 
     def of_rows(network: nn.Module, batch: Batch) -> torch.Tensor:
         """Returns the embeddings of each row's texts, (B, texts, D)."""
-        embeddings = embed(network, batch)
-        return embeddings.unflatten(0, (-1, len(batch["window_rows"]))).transpose(0, 1)
+        embeddings, count = embed(network, batch), len(batch["window_rows"])
+        return embeddings.view(-1, count, embeddings.shape[1]).transpose(0, 1)
 
     def loss_sum(network: nn.Module, batch: Batch) -> torch.Tensor:
         own, rows = of_rows(network, batch), batch["window_rows"]
-        whole = batch["window"].unflatten(1, own.shape[1:]).index_copy(0, rows, own)
+        whole = batch["window"].view(-1, *own.shape[1:]).index_copy(0, rows, own)
         with torch.autocast(whole.device.type, enabled=False):
             losses, ranks = contrast(whole, section.scale, symmetric=section.symmetric)
         total, here = losses.sum(), losses.detach()[rows].sum()

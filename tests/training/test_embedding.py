@@ -158,7 +158,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, list[str], n
     """A run of an encoder with a checkpoint, some texts, and their embeddings by transformers."""
     folder = tmp_path_factory.mktemp("trained")
     records = texts(folder)
-    run = run_here(of_encoder(folder, checkpoint={"every_steps": 4}))
+    tree = of_encoder(folder, checkpoint={"every_steps": 4})
+    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": record}) + "\n" for record in records))
+    source = {**tree["data"]["train"][0], "fields": {name: f"text.{name}" for name in records[0]}}
+    run = run_here({**tree, "data": {**tree["data"], "train": [source], "validation": [source]}})
     lines = [text for record in records for text in record.values()]
     network, tokenizer = (kind.from_pretrained(run.directory / "model") for kind in (AutoModel, AutoTokenizer))
     with torch.no_grad():
@@ -190,6 +193,8 @@ def test_predict_writes_embeddings(
     figures = json.loads(capsys.readouterr().out)
     assert figures["accuracy"] == pytest.approx(run.results["validation_accuracy"])
     assert figures["loss"] == pytest.approx(run.results["validation_loss"], rel=1e-5)
+    assert main.main(["eval", str(run.directory), "--data", str(run.directory.parent / "texts.jsonl")]) == 0
+    assert f"accuracy {figures['accuracy']:.5f}, recall_at_5" in capsys.readouterr().out
 
 
 def test_files_are_those_of_sentence_transformers(trained: tuple[Any, list[str], np.ndarray]) -> None:
