@@ -492,8 +492,9 @@ def task_conflicts(recipe: Recipe, rows: RowFacts) -> Iterable[str]:
     unused = {"class_weights": rows.writes_text or numbers, "num_labels": numbers}
     for key in (key for key, is_unused in unused.items() if is_unused and getattr(recipe.task, key) is not None):
         yield f"task.{key}: {name} has no classes; remove it"
-    if recipe.model.neftune_alpha is not None and rows.reads_source:
-        yield f"model.neftune_alpha: {name} embeds a source and a target, and noise is for rows of one text; remove it"
+    several = "a source and a target" if rows.reads_source else "several texts a row" if rows.embeds else ""
+    if recipe.model.neftune_alpha is not None and several:
+        yield f"model.neftune_alpha: {name} embeds {several}, and noise is for rows of one text; remove it"
     if recipe.task.label_smoothing is not None and numbers:
         instead = "; preference.label_smoothing is that of pairs" if rows.judged else ""
         yield f"task.label_smoothing: the loss of {name} is no cross-entropy of tokens or classes; remove it{instead}"

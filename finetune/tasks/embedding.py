@@ -75,13 +75,7 @@ def embedding(recipe: Recipe) -> Task:
 
 
 def pool(hidden: torch.Tensor, mask: torch.Tensor, pooling: str) -> torch.Tensor:
-    """Returns one vector for each text, (B, D), of the hidden states of its tokens.
-
-    Args:
-        hidden: (B, L, D).
-        mask: The attention mask, (B, L), 0 behind the end of a text.
-        pooling: `mean`, `cls` or `last`.
-    """
+    """Returns a vector for each text, (B, D), of the hidden states of its tokens, (B, L, D), by the attention mask."""
     if pooling == "mean":
         weights = mask[..., None].to(hidden.dtype)
         return (hidden * weights).sum(1) / weights.sum(1)
@@ -92,10 +86,8 @@ def pool(hidden: torch.Tensor, mask: torch.Tensor, pooling: str) -> torch.Tensor
 def contrast(embeddings: torch.Tensor, scale: float, *, symmetric: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the loss of each row, and how many candidates are nearer to its anchor than its own positive: (G,) each.
 
-    Args:
-        embeddings: Of anchors, positives and maybe negatives, (G, texts, D), of length 1.
-        scale: Factor of their cosines.
-        symmetric: Takes the mean with the loss of each positive against all anchors.
+    The embeddings are those of anchors, positives and maybe negatives, (G, texts, D), of length 1. `symmetric` takes
+    the mean with the loss of each positive against all anchors.
     """
     anchors, *candidates = embeddings.unbind(1)
     scores = scale * anchors @ torch.cat(candidates).T

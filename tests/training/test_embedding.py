@@ -18,6 +18,8 @@ from transformers import AutoModel, AutoTokenizer
 
 from finetune.cli import main
 from finetune.config.recipe import validate_recipe
+from finetune.data.rows.kinds.embedded_texts import EmbeddingForm
+from finetune.data.sources.conversation_formats import Tolerance
 from finetune.models.forward_wrapper import unwrap
 from finetune.tasks.embedding import pool
 from finetune.tasks.task_lookup import BUILT_IN, named_task
@@ -87,6 +89,11 @@ def test_the_path_is_that_of_a_plain_loop(pooling: str, negative: bool, symmetri
         network: Any = copy.deepcopy(unwrap(run.model)).train()
         tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
         trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
+        # Weight decay would shrink it, or a backend refuse it.
+        assert {name for name, p in network.named_parameters() if not p.requires_grad} == {
+            "pooler.dense.weight",
+            "pooler.dense.bias",
+        }
         optimizer = torch.optim.AdamW(trained, lr=2e-3, weight_decay=0.0, eps=1e-6)
         for step in range(10):
             rows = np.concatenate(run.feed.micro_batches(step)).tolist()  # type: ignore[attr-defined]
@@ -195,6 +202,9 @@ def test_predict_writes_embeddings(
     assert figures["loss"] == pytest.approx(run.results["validation_loss"], rel=1e-5)
     assert main.main(["eval", str(run.directory), "--data", str(run.directory.parent / "texts.jsonl")]) == 0
     assert f"accuracy {figures['accuracy']:.5f}, recall_at_5" in capsys.readouterr().out
+    assert main.main(["data", str(run.directory / "recipe.yaml"), "--show", "3"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"text [{name}]" in shown for name in ("anchor", "positive", "negative"))
 
 
 def test_files_are_those_of_sentence_transformers(trained: tuple[Any, list[str], np.ndarray]) -> None:
@@ -237,6 +247,8 @@ def test_sentence_transformers_gives_the_same_embeddings(trained: tuple[Any, lis
         ({"task": {"name": "embedding", "num_labels": 2}}, "task.num_labels: embedding has no classes"),
         ({"eval": {"metrics": ["accuracy"]}}, "embedding always reports accuracy, recall_at_5"),
         ({"sample": {"prompt": "Once"}}, "sample: embedding writes no text"),
+        ({"model": {**job()["model"], "neftune_alpha": 5.0}}, "noise is for rows of one text"),
+        ({"task": {"name": "embedding", "label_smoothing": 0.1}}, "no cross-entropy of tokens or classes"),
         ({"length": {"tokens": 100}}, "length.tokens: rows of embedding are of any length"),
         ({"data": {**job()["data"], "train": [{"path": "x.csv", "pair_field": "b"}]}}, "`pair_field` of a source"),
         ({"data": {**job()["data"], "train": [{"path": "x.csv", "text_field": "b"}]}}, "name texts in `fields`"),
@@ -270,13 +282,10 @@ def test_networks_without_such_an_embedding_are_refused(
 @pytest.mark.parametrize(
     ("records", "words"),
     [
-        ([{"anchor": "w1", "positive": " "}], "line 1: the positive is empty"),
-        ([{"anchor": "w1", "positive": "w2"}, {"anchor": 3, "positive": "w2"}], "line 2: the anchor is no text, but"),
-        ([{"anchor": "w1", "text": "w2"}], "line 1: there is no field 'positive'; the fields are anchor, text"),
-        (
-            [{"anchor": "w1", "positive": "w2"}, {"anchor": "w1", "positive": "w2", "negative": "w3"}],
-            "line 2: this record has a negative, and the first of its source has none",
-        ),
+        ([{"anchor": "w1", "positive": " "}], "line 1: the positive, in the field 'positive', is empty"),
+        ([{"anchor": "w1", "positive": "w2"}, {"anchor": 3, "positive": "w2"}], "line 2: the anchor, in the field"),
+        ([{"anchor": "w1", "text": "w2"}], "'positive', is missing; the fields are anchor, text. Mend"),
+        ([{"query": "w1", "positive": "w2", "negative": ""}], "the negative, in the field 'negative', is empty"),
         (["w1"], "line 1: a record is an object with fields, got a text"),
     ],
 )
@@ -321,6 +330,8 @@ def test_sources_are_read_alike_whatever_their_format_and_names(tmp_path: Path) 
     computed = ready.train.num_computed(np.arange(8))  # type: ignore[attr-defined]
     assert computed == int(wanted["attention_mask"].sum())
     assert report["useful_share"] == pytest.approx(computed / (16 * 16))
+    form = EmbeddingForm(Tolerance(), strip=True, lowercase=False)
+    assert form.read({"anchor": " W1\n", "positive": "w2"}, "here") == '["W1", "w2"]'
 
 
 def test_sources_with_and_without_negatives_are_refused(tmp_path: Path) -> None:
@@ -328,5 +339,5 @@ def test_sources_with_and_without_negatives_are_refused(tmp_path: Path) -> None:
     texts(tmp_path)
     tree = of_encoder(tmp_path)
     train = [*tree["data"]["train"], {"path": str(tmp_path / "one" / "texts.jsonl")}]
-    with pytest.raises(DataError, match="24 of 48 records have a negative, and others have none"):
+    with pytest.raises(DataError, match="24 of 48 records have a negative"):
         run_here({**tree, "data": {**tree["data"], "train": train}})

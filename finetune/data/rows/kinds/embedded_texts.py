@@ -27,7 +27,6 @@ from finetune.utils.errors import DataError
 FIGURES = ("accuracy", "recall_at_5")
 """Shares of anchors whose own positive is the nearest of all candidates, or among the five nearest."""
 _NAMES = (EMBEDDED, ("query", *EMBEDDED[1:]), ("sentence1", "sentence2", EMBEDDED[2]))
-_MIXED = "Give all records a negative, or none of them."
 
 
 @dataclass
@@ -41,8 +40,6 @@ class EmbeddingForm:
     """Paths of the texts that are not where they are looked for, such as {anchor: question, positive: answers.0}."""
     unread: set[str] = field(default_factory=set)
     """Fields of records that are not read."""
-    negatives: bool | None = None
-    """Whether the first record has a negative."""
 
     format = detected = "embedding"
 
@@ -57,42 +54,32 @@ class EmbeddingForm:
             DataError: If it is broken.
         """
         try:
-            return json.dumps(self._texts(record, where), ensure_ascii=False)
+            return json.dumps([*self._texts(record, where)], ensure_ascii=False)
         except InvalidConversation as problem:
             self.tolerance.meet(problem)
             return ""
 
-    def _texts(self, record: Any, where: str) -> list[str]:
+    def _texts(self, record: Any, where: str) -> Iterator[str]:
         if not isinstance(record, Mapping):
             raise InvalidConversation(
                 "no object", f"{where}: a record is an object with fields, got {kind_of(record)}."
             )
         known = next((names for names in _NAMES if {*names[:2]} <= record.keys()), EMBEDDED)
         paths = {**dict(zip(EMBEDDED, known, strict=True)), **self.fields}
-        values = {name: find_value(record, path) for name, path in paths.items()}
-        if values["negative"] in (ABSENT, None) and "negative" not in self.fields:
-            del values["negative"]
-        texts = []
-        for name, value in values.items():
-            if value is ABSENT:
-                raise InvalidConversation(
-                    "missing field",
-                    f"{where}: there is no field '{paths[name]}'; the fields are {', '.join(record) or 'none'}. Name "
-                    "the texts in the source's `fields`, such as {anchor: question, positive: answer}.",
-                )
-            if not isinstance(value, str) or not value.strip():
-                got = "empty" if value is None or isinstance(value, str) else f"no text, but {kind_of(value)}"
-                raise InvalidConversation("no text", f"{where}: the {name} is {got}. Mend the record, or remove it.")
-            text = value.strip() if self.strip else value
-            texts.append(text.lower() if self.lowercase else text)
-        negative = len(texts) > 2
-        self.negatives = negative if self.negatives is None else self.negatives
-        if negative != self.negatives:
-            has = ("a", "none") if negative else ("no", "one")
-            text = f"{where}: this record has {has[0]} negative, and the first of its source has {has[1]}. {_MIXED}"
-            raise InvalidConversation("negatives", text)
         self.unread |= record.keys() - {path.partition(".")[0] for path in paths.values()}
-        return texts
+        for name, path in paths.items():
+            value = find_value(record, path)
+            if isinstance(value, str) and value.strip():
+                text = value.strip() if self.strip else value
+                yield text.lower() if self.lowercase else text
+            elif name != "negative" or value not in (ABSENT, None) or name in self.fields:
+                got = "empty" if value is None or isinstance(value, str) else f"no text, but {kind_of(value)}"
+                got = f"missing; the fields are {', '.join(record) or 'none'}" if value is ABSENT else got
+                text = (
+                    f"{where}: the {name}, in the field '{path}', is {got}. Mend the record, or name its texts in the "
+                )
+                text += "source's `fields`, such as {anchor: question, positive: answer}."
+                raise InvalidConversation("no text", text)
 
 
 def _form(form: RecordForm, recipe: Recipe) -> EmbeddingForm:
@@ -111,7 +98,9 @@ def _pack(columns: Mapping[str, Any], data: DataSection, room: Sequence[int]) ->
     sizes = np.stack([first, second, np.diff(columns["offsets"]) - first - second], axis=1)
     with_negative = int((sizes[:, 2] > 0).sum())
     if 0 < with_negative < len(sizes):
-        raise DataError(f"{with_negative:,} of {len(sizes):,} records have a negative, and others have none. {_MIXED}")
+        raise DataError(
+            f"{with_negative:,} of {len(sizes):,} records have a negative. Give all records one, or none of them."
+        )
     return packed_rows.pad_texts(columns["offsets"], sizes[:, : 3 if with_negative else 2], room, drop=False)
 
 
@@ -156,6 +145,6 @@ KIND = RowKind(
     targets=lambda rows: np.ones(len(rows), np.int64),
     batch=_batch,
     shapes=_shapes,
-    shown_as="texts whose embeddings are compared are",
+    shown_as="what a text is in its record is",
     examples=_examples,
 )
