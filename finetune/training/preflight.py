@@ -38,7 +38,7 @@ def loss_of_row(
     with without_training(model):
         # A row alone has no others that it could be compared with. All ranks compute those of one.
         numbers = np.arange(1 if task.window is None else min(2, len(rows)))
-        batch = {**rows.batch(numbers), "window_rows": torch.from_numpy(numbers)}
+        batch = rows.batch(numbers) | ({} if task.window is None else {"window_rows": torch.from_numpy(numbers)})
         places = numbers if ranks.mesh.data_rank == 0 else numbers[:0]
         ((_, batch),) = with_window(ranks, model, task, [(places, batch)], len(numbers))
     sums = _evaluate(backend, model, task.loss_sum, batch_to_device(batch, ranks.device))
