@@ -69,14 +69,15 @@ test-smoke: setup  ## What CI runs with other versions of the libraries: each wa
 
 # Extras that development leaves out: large, and with what they bring (scikit-learn, SciPy) other libraries import more. What
 # is installed stays in the environment.
-EXTRAS := -e '.[gguf,harness,serve]' xllamacpp==2026.10.11549
+EXTRAS := -e '.[gguf,harness,serve]' xllamacpp==2026.10.11549 sentence-transformers==6.2.0
 EXTRAS += kubernetes-validate==1.37.0 kubernetes==35.0.0 kubeflow-trainer-api==2.3.0
-test-extras: setup  ## Install GGUF, lm-eval, a server and schemas of clusters, and run the tests that need them
+test-extras: setup  ## Install GGUF, lm-eval, a server, sentence-transformers and schemas of clusters, and run the tests that need them
 	@$(PY) -m pip install -q --disable-pip-version-check --no-compile --no-build-isolation -c $(CONSTRAINTS) $(EXTRAS)
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false \
 	  $(PY) -m pytest -n $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS) \
 	  tests/export/test_evaluate_harness.py tests/export/test_export_chat.py tests/export/test_gguf.py \
-	  tests/cli/test_print_cluster_job.py -k "harness or serves or gguf or kubernetes_accepts"
+	  tests/cli/test_print_cluster_job.py tests/training/test_embedding.py \
+	  -k "harness or serves or gguf or kubernetes_accepts or sentence_transformers"
 
 test-resume: setup  ## Resume every backend's checkpoint on every backend; writes docs/resume-matrix.md (about 30 minutes)
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(PY) tests/support/matrix.py docs/resume-matrix.md

@@ -43,6 +43,7 @@ MAY_LACK = (
     "needs the extra [serve]",
     "needs the extra [gguf]",
     "needs xllamacpp",
+    "needs sentence-transformers",
     "needs the schemas of Kubernetes and Kubeflow",
     "only this kind of processor has the kernel",
     "this kernel has no huge pages to ask for",

@@ -61,8 +61,8 @@ def identity_of(
     """
     tree = recipe.model_dump(mode="json")
     scaling = ("rope_scaling",) if recipe.model.rope_scaling is not None else ()
-    preference = ("preference",) if recipe.preference is not None else ()
-    facts = flat({name: tree[name] for name in ("task", "optim", "schedule", "lora", *preference)})
+    given = (name for name in ("preference", "embedding") if tree[name] is not None)
+    facts = flat({name: tree[name] for name in ("task", "optim", "schedule", "lora", *given)})
     for key, model in (frozen or {}).items():
         # By its content, as the recipe's own model.
         facts |= {f"{key}.name": model["digest"], f"{key}.revision": None}

@@ -245,10 +245,6 @@ def evaluate(parsed: argparse.Namespace) -> None:
     if parsed.json:
         print(json.dumps(results))
         return
-    if "rmse" in results:
-        figures = ", ".join(f"{name} {results[name]:.5f}" for name in ("rmse", "pearson", "spearman"))
-        print(f"validation loss {results['loss']:.5f}, {figures}, over {results['targets']:,} documents")
-        return
     if "classes" in results:
         _print_classes(results)
         return

@@ -23,7 +23,7 @@ from pydantic.fields import FieldInfo
 from finetune.config import config_files, preference_losses
 from finetune.config.peer_keys import called_here
 from finetune.config.provenance import Origin, concerns_key, place_of, places, printable
-from finetune.config.recipe_schema import LengthSection, Recipe, Section, is_given, ranking, section_in
+from finetune.config.recipe_schema import LengthSection, Recipe, Section, Source, is_given, ranking, section_in
 from finetune.utils import json_files
 from finetune.utils.errors import FinetuneError, RecipeError
 from finetune.utils.file_formats import read_text
@@ -40,6 +40,9 @@ NUMBER_FIGURES = ("rmse", "pearson", "spearman")
 """Figures of tasks that predict numbers."""
 TAG_FIGURES = ("accuracy", "precision", "recall", "f1")
 """Figures of tasks that tag words."""
+
+EMBEDDED = ("anchor", "positive", "negative")
+"""Texts of a record whose embeddings are learned, by the names of sentence-transformers."""
 
 SCHEMA_FILE = Path(__file__).with_name("recipe.schema.json")
 """File with the JSON schema of recipes, installed for editors."""
@@ -62,14 +65,16 @@ class RowFacts:
     figures: tuple[str, ...] | None = None
     """Figures of evaluations beside the loss; None where nobody knows them."""
 
+    embeds: bool = False
+    """True if networks give texts embeddings, of which a row is two or three: `padded`."""
     judged: bool = False
     """True if a row is answers that are preferred or not: `documents`, each answer one, if networks write text, and
     else `padded`."""
 
     @property
     def one_document(self) -> bool:
-        """True if a row is one document, or a pair of texts: `padded`, and no conversation."""
-        return bool(self.labels) or self.reads_source
+        """True if a row is one document, or a few texts: `padded`, and no conversation."""
+        return bool(self.labels) or self.reads_source or self.embeds
 
     @property
     def takes_weights(self) -> bool:
@@ -78,8 +83,8 @@ class RowFacts:
 
     @property
     def gives_scores(self) -> bool:
-        """True if networks give a document or its words classes, or a number, and write no text."""
-        return bool(self.labels) or (self.judged and not self.writes_text)
+        """True if networks give a document or its words classes, a number or an embedding, and write no text."""
+        return bool(self.labels) or self.embeds or (self.judged and not self.writes_text)
 
 
 class BuiltInTask(Protocol):
@@ -412,7 +417,8 @@ def _conflicts(recipe: Recipe, tasks: Mapping[str, BuiltInTask] | None) -> Itera
     task = (tasks or {}).get(recipe.task.name)
     rows = RowFacts() if task is None else task.rows
     yield from task_conflicts(recipe, rows)
-    for side in ("train", "validation") if recipe.chat is None else ():
+    # Without tasks it is not known whether the sources are of texts that are embedded, which have names, too.
+    for side in ("train", "validation") if recipe.chat is None and tasks is not None and not rows.embeds else ():
         for number, source in enumerate(getattr(recipe.data, side)):
             if source.format != "auto" or source.fields:
                 # What is advised must not be refused next.
@@ -446,7 +452,8 @@ def task_conflicts(recipe: Recipe, rows: RowFacts) -> Iterable[str]:
     known = rows.metrics
     if rows.one_document:
         if recipe.data.packing != "padded":
-            yield f"data.packing: {name} reads one {'pair' if rows.reads_source else 'document'} a row; set `padded`"
+            what = "one pair" if rows.reads_source else "a few texts" if rows.embeds else "one document"
+            yield f"data.packing: {name} reads {what} a row; set `padded`"
         if recipe.chat is not None:
             who = "a classifier" if rows.labels else name
             yield f"chat: {who} reads no conversations; remove the section"
@@ -458,8 +465,6 @@ def task_conflicts(recipe: Recipe, rows: RowFacts) -> Iterable[str]:
             yield f"chat: {name} learns answers, after whole prompts; remove `train_on: all` and `too_long: cut_left`"
         if recipe.data.lowercase and recipe.chat is None:
             yield "data.lowercase: answers are read as they are written; remove it"
-        if recipe.length.tokens is not None:
-            yield f"length.tokens: rows of {name} are of any length; give steps or epochs"
         # A run's own recipe names all keys.
         given = recipe.preference.model_dump(exclude_defaults=True) if recipe.preference else {}
         yield from preference_losses.problems(name, given)
@@ -467,8 +472,13 @@ def task_conflicts(recipe: Recipe, rows: RowFacts) -> Iterable[str]:
             yield f"preference.reference is adapters_off, and {why}. {preference_losses.CACHED}"
     elif recipe.preference is not None and rows.figures is not None:
         yield f"preference: {name} learns no preferences; remove the section, or set task.name to `dpo`"
+    if (rows.judged or rows.embeds) and recipe.length.tokens is not None:
+        yield f"length.tokens: rows of {name} are of any length; give steps or epochs"
+    if recipe.embedding is not None and not rows.embeds and rows.figures is not None:
+        yield f"embedding: {name} learns no embeddings; remove the section, or set task.name to `embedding`"
+    who = name if rows.embeds else "a classifier"
     if rows.gives_scores and recipe.sample is not None:
-        yield "sample: a classifier writes no text; remove the section"
+        yield f"sample: {who} writes no text; remove the section"
     sides = {"train": recipe.data.train, "validation": recipe.data.validation}
     sources = {f"data.{side}.{n}": source for side, given in sides.items() for n, source in enumerate(given)}
     pairs = {source.pair_field is not None for source in sources.values()}
@@ -478,12 +488,15 @@ def task_conflicts(recipe: Recipe, rows: RowFacts) -> Iterable[str]:
         yield f"data: `pair_field` of a source is for classifiers, and {name} reads one text; remove it"
     elif len(pairs) > 1:
         yield "data: some sources have a `pair_field` and some have none; give it for all, or for none"
-    numbers = rows.labels == "number" or rows.judged
+    if rows.embeds:
+        yield from _embedding_problems(recipe, sources)
+    numbers = rows.labels == "number" or rows.judged or rows.embeds
     unused = {"class_weights": rows.writes_text or numbers, "num_labels": numbers}
     for key in (key for key, is_unused in unused.items() if is_unused and getattr(recipe.task, key) is not None):
         yield f"task.{key}: {name} has no classes; remove it"
-    if recipe.model.neftune_alpha is not None and rows.reads_source:
-        yield f"model.neftune_alpha: {name} embeds a source and a target, and noise is for rows of one text; remove it"
+    several = "a source and a target" if rows.reads_source else "several texts a row" if rows.embeds else ""
+    if recipe.model.neftune_alpha is not None and several:
+        yield f"model.neftune_alpha: {name} embeds {several}, and noise is for rows of one text; remove it"
     if recipe.task.label_smoothing is not None and numbers:
         instead = "; preference.label_smoothing is that of pairs" if rows.judged else ""
         yield f"task.label_smoothing: the loss of {name} is no cross-entropy of tokens or classes; remove it{instead}"
@@ -499,7 +512,7 @@ def task_conflicts(recipe: Recipe, rows: RowFacts) -> Iterable[str]:
     if section.metrics and not section.prompts and rows.writes_text:
         yield "eval.metrics: they are computed of texts that are generated for prompts; name a source in `eval.prompts`"
     if section.prompts and rows.gives_scores:
-        yield "eval.prompts: a classifier writes no text, its metrics are of the validation rows; remove it"
+        yield f"eval.prompts: {who} writes no text, its metrics are of the validation rows; remove it"
     elif section.prompts and not section.metrics:
         yield f"eval.prompts: without `eval.metrics` nothing is generated; name some of {', '.join(known)}"
     for number, source in enumerate(section.prompts):
@@ -513,7 +526,7 @@ def task_conflicts(recipe: Recipe, rows: RowFacts) -> Iterable[str]:
         if source.weight_field is not None and (recipe.chat is not None or not rows.takes_weights):
             why = "conversations have it as `weight`" if rows.takes_weights else f"{name} weighs no documents"
             yield f"{source_key}.weight_field: {why}; remove it"
-    for source_key, source in sources.items() if rows.writes_text else ():
+    for source_key, source in sources.items() if rows.writes_text or rows.embeds else ():
         if source.label_field != "label":
             yield f"{source_key}.label_field: {name} reads no labels; remove it"
     wants_best = {"eval.patience": section.patience is not None, "output.model": recipe.output.model == "best"}
@@ -531,6 +544,16 @@ def task_conflicts(recipe: Recipe, rows: RowFacts) -> Iterable[str]:
                 f"checkpoint.keep_best_by: no evaluation has '{best_by}'{hint(best_by, keys)}; allowed are "
                 f"{', '.join(keys)}, with more in `eval.metrics`"
             )
+
+
+def _embedding_problems(recipe: Recipe, sources: Mapping[str, Source]) -> Iterable[str]:
+    if recipe.batch.global_size == 1:
+        yield "batch.global_size: with one row there is nothing to tell a positive from; set at least 2"
+    for key, source in sources.items():
+        if source.format != "auto" or source.text_field != "text":
+            yield f"{key}: `format` and `text_field` are not read for embeddings; name texts in `fields`"
+        if unknown := source.fields.keys() - {*EMBEDDED}:
+            yield f"{key}.fields: there is no {', '.join(sorted(unknown))}; it names {', '.join(EMBEDDED)}"
 
 
 def divisors(number: int) -> list[int]:

@@ -247,7 +247,8 @@ class Source(Section):
     """With a `chat` section: format of the conversations. `auto`: detected from the fields of the first record."""
     fields: dict[str, str] = Field(default_factory=dict)
     """With a `chat` section: paths of fields that the format does not find, such as `{user: instruction, assistant:
-    instances.0.output}` or `{messages: chat.turns}`; `role` and `content` are fields of a turn."""
+    instances.0.output}` or `{messages: chat.turns}`; `role` and `content` are fields of a turn. For `embedding` those
+    of `anchor`, `positive` and `negative`."""
     label_field: str = "label"
     """Field that holds the class of a document, its number for `regression`, or for `token_classification` the class
     of each word, as a list; other tasks do not read it."""
@@ -541,8 +542,8 @@ class TaskSection(Section):
     name: PathText = "causal_lm"
     """`causal_lm`, `sequence_classification`, `regression` (a number for each document), `token_classification` (a
     class for each word), `seq2seq_lm` (a text from another one, by an encoder-decoder), `dpo`, `cpo`, `simpo`, `orpo`
-    or `reward` (preferences of pairs of answers), `kto` (answers with labels), or your own as `package.module:object`
-    or `file.py:object`."""
+    or `reward` (preferences of pairs of answers), `kto` (answers with labels), `embedding` (texts by their likeness),
+    or your own as `package.module:object` or `file.py:object`."""
     loss: PathText | None = None
     """Your own loss, named in the same way, in place of the task's: a function of network and batch that returns the
     sum over the batch's targets, a scalar in fp32."""
@@ -612,6 +613,18 @@ class PreferenceSection(Section):
     """Factor of the losses of the other answers of `kto`."""
     centering: Annotated[float | None, "factor"] = None
     """Factor of the squared sum of both scores in the loss of `reward`, which keeps them near 0. Left out: 0."""
+
+
+class EmbeddingSection(Section):
+    """Embeddings of texts: how they are made of a network's output, and their loss."""
+
+    pooling: Literal["mean", "cls", "last"] | None = None
+    """What the embedding of a text is made of: the `mean` of its tokens, its first one (`cls`), or its `last` one. Left
+    out: `mean` for encoders, `last` for decoders."""
+    scale: Annotated[PositiveFloat, "factor of similarities"] = 20.0
+    """Factor of cosine similarities in the loss, which is 1 / temperature."""
+    symmetric: bool = False
+    """Have each positive find its anchor among all anchors, too: the mean of both losses."""
 
 
 class BatchSection(Section):
@@ -759,6 +772,8 @@ class Recipe(Section):
     """Left out: sources hold documents, not conversations."""
     preference: PreferenceSection | None = None
     """Left out: the defaults, for tasks that learn preferences."""
+    embedding: EmbeddingSection | None = None
+    """Left out: the defaults, for the task `embedding`."""
     checks: ChecksSection = ChecksSection()
     batch: BatchSection = BatchSection()
     length: LengthSection = LengthSection()

@@ -468,7 +468,9 @@ def _report(
         overlap = int(np.isin(side.file.digests, train.file.digests).sum())
     text_findings, eos = findings(counts["issues"]), reader.tokenizer.eos_token_id
     recipe = request.recipe
-    wants_end = not kind.labels and (kind.reads_source or recipe.data.add_eos or recipe.chat is not None)
+    wants_end = not (kind.labels or kind.embeds) and (
+        kind.reads_source or recipe.data.add_eos or recipe.chat is not None
+    )
     chat, total, ended = None, counts["documents"], 0
     if counts["chat"]:
         name_of = reader.tokenizer.convert_ids_to_tokens
@@ -485,7 +487,8 @@ def _report(
         ended = total if kind.reads_source else total - made["truncated"]
     if wants_end and eos is None and ended < total:
         text_findings = (Finding(data_report.NO_END, total - ended, total, counts["issues"]["first"]), *text_findings)
-    every, places = np.arange(len(rows)), len(rows) * rows.row_length * (2 if kind.judged else max(1, len(rows.around)))
+    texts = rows.packed.starts.size if kind.embeds else len(rows) * (2 if kind.judged else max(1, len(rows.around)))
+    every, places = np.arange(len(rows)), texts * rows.row_length
     # Records of a source belong to neither side before they are read: said once, with the training side.
     own = side.name == token_files.TRAIN
     # What was left out on purpose has no tokens either.

@@ -73,6 +73,8 @@ def recipe_of(
     if chat:
         tree.setdefault("chat", {})
     origin |= fields or {}
+    if "chat" not in tree and "fields" in (fields or {}):
+        raise RecipeError("--field names fields of conversations. Add --chat if the file holds them, or leave it out.")
     if "chat" in tree and "text_field" in (fields or {}):
         origin |= {"format": "text", "fields": {}}
     tree["data"] |= {"train": [], "validation": [{**origin, "path": file} for file in files]}

@@ -28,7 +28,7 @@ from finetune.export.find_weights import WeightSource
 from finetune.models import lora_adapters, pretrained_files, prompts
 from finetune.models.heads import Head
 from finetune.tasks.task import TaskData
-from finetune.tasks.task_lookup import find_task
+from finetune.tasks.task_lookup import find_task, named_task
 from finetune.utils.atomic_files import lock_file, remove_path, sync_files, sync_to_disk, write_json
 from finetune.utils.compat import accelerate_private  # noqa: F401 - or saving imports a library that warns
 from finetune.utils.errors import CheckpointError, FinetuneError, RecipeError
@@ -122,18 +122,18 @@ def export_weights(
                 stops = (_write_adapter if kind == "adapter" else _write_merged)(job, staging, say)
                 if ready.tokenizer is not None:
                     ready.tokenizer.save_pretrained(staging)
-                pretrained_files.write_beside(
-                    staging,
-                    pretrained_files.files_beside(recipe)
-                    | pretrained_files.files_beside(merge.opened_recipe(source, recipe)),
-                )
+                beside = pretrained_files.files_beside(recipe)
+                beside |= pretrained_files.files_beside(merge.opened_recipe(source, recipe))
+                if (files := named_task(recipe).files) is not None:
+                    beside |= files(recipe, job.config)
+                pretrained_files.write_beside(staging, beside)
                 prompts.check_stop_tokens(staging, stops, ready.tokenizer)
             proof = _verify(job, staging)
             for line in proof:
                 say(line)
             model_card.write_model_card(staging, source, kind, proof, base_folder(recipe.model), head)
             facts = {"run": str(source.run), "step": source.step, "as": kind, "proof": proof}
-            if head.may_be_new and job.config.num_labels > 1:
+            if head.may_be_new and not head.bare and job.config.num_labels > 1:
                 facts["classes"] = [str(job.config.id2label[number]) for number in range(job.config.num_labels)]
             write_json(staging / "export.json", {**facts, "base": source.facts.get("base")})
             sync_files(staging)

@@ -43,9 +43,10 @@ def _open(ask: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 @torch.no_grad()
 def compute_logits(network: Any, inputs: dict[str, torch.Tensor], options: dict[str, Any]) -> torch.Tensor:
-    """Returns the logits of a batch, in fp32."""
-    logits: torch.Tensor = network(**inputs, **options).logits.float().contiguous()
-    return logits
+    """Returns the logits of a batch, or the hidden states of a network without a head, in fp32."""
+    outputs = network(**inputs, **options)
+    logits: torch.Tensor = outputs["logits" if "logits" in outputs else "last_hidden_state"]
+    return logits.float().contiguous()
 
 
 def mean_loss(network: Any, tensors: dict[str, torch.Tensor], options: dict[str, Any]) -> float | None:

@@ -68,7 +68,8 @@ def write_model_card(
 
 def _front_matter(source: WeightSource, kind: str, base_folder: Path | None, head: Head) -> list[str]:
     adapter = kind == "adapter" or (kind == "model" and source.recipe.lora is not None)
-    library = "peft" if adapter else "gguf" if kind.startswith("gguf") else "transformers"
+    library = "sentence-transformers" if head.bare else "transformers"
+    library = "peft" if adapter else "gguf" if kind.startswith("gguf") else library
     facts: dict[str, Any] = {"library_name": library}
     name, notes = source.recipe.model.name, []
     # The hub refuses a card whose base is a folder of somebody's machine.

@@ -62,7 +62,7 @@ def predict_files(
 
     That is a `prediction`, None where there is no text: the class, with `probabilities` of all classes; the number; or
     the text that is written, which of a language model answers or continues a prompt. Where words are tagged it is
-    `spans`, a list of `SpanPrediction`.
+    `spans`, a list of `SpanPrediction`; where texts are embedded, `embedding`, a list of numbers.
 
     Texts become rows as an evaluation makes them, so that the classes are those that it counts. A reward model's run
     scores a text that holds prompt and answer, or with a `chat` section a conversation.
@@ -79,9 +79,9 @@ def predict_files(
     if opened.writes_text:
         yield from _answers(opened, recipe, micro_size, max_new_tokens)
         return
-    data, writes, chat = recipe.data, opened.task.rows.reads_source, None
-    # A target is what is asked for.
-    kind = classes.KIND if writes else opened.task.rows
+    data, writes, embeds, chat = recipe.data, opened.task.rows.reads_source, opened.task.rows.embeds, None
+    # A target is what is asked for; and a text is embedded alone.
+    kind = classes.KIND if writes or embeds else opened.task.rows
     if kind.judged:
         kind, chat = _as_trained(opened, recipe), recipe.chat
     names = () if writes else opened.class_names
@@ -120,6 +120,8 @@ def predict_files(
                         yield record, {"spans": _spans(words, places, scores, names) if scores is not None else []}
                     elif writes:
                         yield record, {"prediction": scores}
+                    elif embeds:
+                        yield record, {"embedding": None if scores is None else [*map(_rounded, scores.tolist())]}
                     elif kind.labels == "number":
                         yield record, {"prediction": None if scores is None else _rounded(scores)}
                     else:

@@ -53,6 +53,7 @@ def build_model(recipe: Recipe, config: PretrainedConfig, head: Head, *, trained
         network.requires_grad_(False)
     elif section.freeze is not None:
         frozen_weights.freeze_modules(network, section.freeze)
+    _freeze_unused(network, head)
     frozen_weights.cast_frozen(network, stored)
     whole: nn.Module = lora_adapters.attach(network, recipe, head)
     frozen_weights.cast_frozen(whole, stored)  # what adapters copy to train it whole
@@ -61,6 +62,12 @@ def build_model(recipe: Recipe, config: PretrainedConfig, head: Head, *, trained
     float8.convert(network, section.fp8)
     activation_checkpointing.checkpoint_activations(network, section.gradient_checkpointing)
     return whole.train()
+
+
+def _freeze_unused(network: nn.Module, head: Head) -> None:
+    """Freezes modules that nothing is learned of: backends refuse those that are trained and get no gradient."""
+    for name in head.unused_modules(network):
+        network.get_submodule(name).requires_grad_(False)
 
 
 def loading_config(recipe: Recipe, config: PretrainedConfig, head: Head) -> Any | None:
@@ -230,6 +237,7 @@ def build_meta_model(config: PretrainedConfig, head: Head, recipe: Recipe) -> nn
                 pretrained_files.keep_apart(network, folder)
         if recipe.model.freeze is not None:
             frozen_weights.freeze_modules(network, recipe.model.freeze)
+        _freeze_unused(network, head)
         return lora_adapters.attach(network, recipe, head)
 
 

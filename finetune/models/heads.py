@@ -20,6 +20,8 @@ class Head:
     """True if it scores the token behind each one, and can compute its loss in chunks."""
     encodes: bool = False
     """True if its networks read one text, by an encoder, and write another one."""
+    bare: bool = False
+    """True if there is none: networks put out the hidden states of tokens."""
 
     @property
     def may_be_new(self) -> bool:
@@ -33,6 +35,11 @@ class Head:
             return []
         children = [(name, child) for name, child in network.named_children() if child is not body]
         return [name for name, child in children if any(True for _ in child.parameters())]
+
+    def unused_modules(self, network: Any) -> list[str]:
+        """Returns the names of the modules that nothing is learned of: poolers, where hidden states are read."""
+        names = [name for name, _ in network.named_modules()] if self.bare else []
+        return [name for name in names if name.rpartition(".")[2] == "pooler"]
 
     @property
     def auto(self) -> Any:

@@ -259,7 +259,9 @@ def _choose_modules(
     if head is not None:
         saved += [name for name in added_modules(network, base, head) if name not in saved]
 
-    linear = [name for name, module in network.named_modules() if type(module).__name__ in _LINEAR]
+    unused = () if head is None else tuple(f"{name}." for name in head.unused_modules(network))
+    named = [(name, module) for name, module in network.named_modules() if not f"{name}.".startswith(unused)]
+    linear = [name for name, module in named if type(module).__name__ in _LINEAR]
     if not linear:
         raise RecipeError(
             f"lora: {kind} has no linear modules, which adapters are put beside. Remove the section to train all of it."

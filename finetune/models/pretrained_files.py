@@ -144,7 +144,8 @@ def load_pretrained(
         )
     lines = []
     if drawn:
-        lines.append(f"weights: {folder} has no head for this task, its {len(drawn)} tensors are new: {_some(drawn)}")
+        new = "pooler, which is not trained" if network.base_model is network else "head for this task"
+        lines.append(f"weights: {folder} has no {new}, its {len(drawn)} tensors are new: {_some(drawn)}")
     if pair := untied_tensors(folder, type(config).from_pretrained(folder), type(network)):
         lines.append(f"weights: {pair[0]} and {pair[1]} of {folder} differ, and are trained as two tensors")
     keep_apart(network, folder)
@@ -269,6 +270,7 @@ def write_beside(folder: Path, files: Mapping[str, bytes]) -> None:
         # A processor would take the older form of a chat template for the one that was trained.
         written = (name, "chat_template.jinja") if name == _LEGACY_TEMPLATE else (name,)
         if not any((folder / file).exists() for file in written):
+            (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_bytes(content)
 
 
@@ -353,10 +355,12 @@ def _new_head(network: PreTrainedModel, missing: set[str]) -> set[str]:
     """Returns the tensors of a head that is missing as a whole, and of the pooler below it; else none."""
     base = f"{network.base_model_prefix}."
     names = {name for name, _ in network.named_parameters()}
+    pooler = {name for name in names if "pooler" in name.split(".")}
+    if network.base_model is network:  # without a head
+        return pooler if pooler <= missing else set()
     head = {name for name in names if not name.startswith(base)}
     if not head or not head <= missing:
         return set()
-    pooler = {name for name in names - head if "pooler" in name.split(".")}
     return head | pooler if pooler <= missing else head
 
 

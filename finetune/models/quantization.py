@@ -63,11 +63,12 @@ def _eight_bits(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def kept_modules(network: PreTrainedModel, section: ModelSection, head: Head) -> list[str]:
-    """Returns the names of the modules that are not packed: the output head, and what a task adds to a body.
+    """Returns the names of the modules that are not packed: the output head, and what a task adds to a body or leaves.
 
     transformers by itself keeps what has the last parameter; of a head with a bias that is no module.
     """
-    return [*get_keys_to_not_convert(network), *added_modules(network, section, head)]
+    added = added_modules(network, section, head)
+    return [*get_keys_to_not_convert(network), *added, *head.unused_modules(network)]
 
 
 def packable_modules(network: nn.Module, section: ModelSection, kept: list[str]) -> list[tuple[str, Any]]:

@@ -187,7 +187,7 @@ def with_window(
     if window is None:
         return [*batches]
     kept = [
-        (places, {**batch, "window_rows": torch.from_numpy(places if places.size else np.arange(1))})
+        (places, {"window_rows": torch.from_numpy(places if places.size else np.arange(1)), **batch})
         for places, batch in batches
     ]
     given = (batch for _, batch in kept)

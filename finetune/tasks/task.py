@@ -133,8 +133,10 @@ class Task:
     """What is computed of each row once, by the network as training begins, and kept beside the data: a batch then has
     it as `reference`. Of rows that are read by a kind, and have a column for it."""
     scores: Callable[["nn.Module", Batch], "torch.Tensor"] | None = None
-    """Scores of the classes of each row, (B, C), or of each token, (B, L, C), or the row's number, (B, 1), in fp32, for
-    `finetune predict`."""
+    """Scores of the classes of each row, (B, C), or of each token, (B, L, C), or the row's number, (B, 1), or its
+    embedding, (B, D), in fp32, for `finetune predict`."""
+    files: Callable[[Recipe, Any], Mapping[str, bytes]] | None = None
+    """Files beside the weights by which other libraries open the network, by name, given its configuration."""
     build_skeleton: Callable[[Recipe, TaskData | None], "nn.Module"] | None = None
     """The network on the meta device, for dry runs and for writing it."""
     rows: "RowKind" = field(default_factory=_own_rows)

@@ -48,6 +48,7 @@ BUILT_IN = {
     },
     "kto": BuiltIn("finetune.tasks.preferences.answers:kto", "labelled_answers"),
     "reward": BuiltIn("finetune.tasks.preferences.reward:reward", "scored_pairs"),
+    "embedding": BuiltIn("finetune.tasks.embedding:embedding", "embedded_texts"),
 }
 """The built-in tasks by name."""
 
@@ -93,7 +94,7 @@ def _unused_keys(recipe: Recipe, task: Task) -> Iterator[str]:
     own_rows = not (task.rows.writes_text or task.rows.gives_scores)
     if own_rows:
         unused |= dict.fromkeys(("sample", "eval.prompts"), "writes no text; remove it")
-        unused["preference"] = "learns no preferences; remove it"
+        unused |= {"preference": "learns no preferences; remove it", "embedding": "learns no embeddings; remove it"}
     if task.head is None:
         keys = ("quantization", "freeze", "gradient_checkpointing", "compile", "neftune_alpha")
         why = "builds its own network, which this key does not change; remove it, or give the task a `head`"

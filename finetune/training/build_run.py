@@ -198,6 +198,8 @@ def _build_watched(plan: RunPlan, watch: RankWatch, quiet: bool) -> BuiltRun:
     reporter = _open_run(plan, backend, built, identity, resume, quiet)
     adapter_keys = lora_adapters.adapter_keys(network) if recipe.lora is not None else None
     beside = files_beside(recipe) if backend.is_main and inputs.task.head is not None else {}
+    if inputs.task.files is not None:
+        beside |= inputs.task.files(recipe, lora_adapters.config_of(network))
     return BuiltRun(
         recipe=recipe,
         backend=backend,

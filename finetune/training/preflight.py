@@ -26,7 +26,7 @@ from finetune.utils.to_device import batch_to_device
 def loss_of_row(
     backend: Backend, model: nn.Module, task: Task, data: TaskData, device: torch.device | None = None
 ) -> torch.Tensor:
-    """Returns the loss sum of one row, without gradients. Every rank must call it of a prepared model.
+    """Returns the loss sum of one row, or of two that are a window. Every rank must call it of a prepared model.
 
     Args:
         device: Where the model is; the backend's device if left out.
@@ -36,9 +36,11 @@ def loss_of_row(
         raise DataError("There are neither training nor validation rows. Name data.train or data.validation.")
     ranks = backend if device is None else OneProcess(device)
     with without_training(model):
-        # One rank's is the window's only row.
-        places = np.arange(int(ranks.mesh.data_rank == 0))
-        ((_, batch),) = with_window(ranks, model, task, [(places, rows.batch(np.arange(1)))], 1)
+        # A row alone has no others that it could be compared with. All ranks compute those of one.
+        numbers = np.arange(1 if task.window is None else min(2, len(rows)))
+        batch = rows.batch(numbers) | ({} if task.window is None else {"window_rows": torch.from_numpy(numbers)})
+        places = numbers if ranks.mesh.data_rank == 0 else numbers[:0]
+        ((_, batch),) = with_window(ranks, model, task, [(places, batch)], len(numbers))
     sums = _evaluate(backend, model, task.loss_sum, batch_to_device(batch, ranks.device))
     return sums.reshape(-1)[: task.num_weighted].sum()
 

@@ -32,6 +32,7 @@ LORA = {"lora": {}}
 CHAT = {"source.path": "chats.jsonl", "chat.template": "plain"}
 CLASSES = {"task.name": "sequence_classification", "data.packing": "padded"}
 PAIRS = {"task.name": "dpo", "source.path": "pairs.jsonl", "preference.beta": 0.2}
+TEXTS = {"task.name": "embedding", "source.path": "texts.jsonl", "data.packing": "padded", "embedding.scale": 10.0}
 SCALED = {"optim.lr_scaling": "linear", "optim.reference_batch": 8}
 
 
@@ -118,6 +119,9 @@ MATHEMATICS: dict[str, tuple[Any, dict[str, Any]]] = {
     "preference.desirable_weight": (2.0, {**PAIRS, "task.name": "kto"}),
     "preference.undesirable_weight": (2.0, {**PAIRS, "task.name": "kto"}),
     "preference.sft_weight": (0.3, {**PAIRS, "task.name": "cpo"}),
+    "embedding.pooling": ("mean", TEXTS),
+    "embedding.scale": (30.0, TEXTS),
+    "embedding.symmetric": (True, TEXTS),
     "batch.global_size": (2, {}),
     "optim.name": ("SGD", {}),
     "optim.lr": (1e-5, {}),
@@ -252,6 +256,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (made / "chats.jsonl").write_text("".join(json.dumps(talk) + "\n" for talk in talks))
     pairs = [{"prompt": f"q{i}", "chosen": f"a{i}", "rejected": f"b{i}"} for i in range(61)]
     (made / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    texts = [{"anchor": f"q{i}", "positive": f"a{i}"} for i in range(61)]
+    (made / "texts.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
     (made / "other.jinja").write_text(
         "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
     )

@@ -119,6 +119,11 @@ FEATURES = {
     ),
     "smoothing": Feature("label smoothing", {"task.label_smoothing": 0.1}),
     "noise": Feature("NEFTune", {"model.neftune_alpha": 5.0}),
+    "embedding": Feature(
+        "embeddings",
+        {"task.name": "embedding"},
+        {"data.packing": "padded", "data.train": [{"sample": 60}], "data.validation": []},
+    ),
     "own_task": Feature("custom task", {"task.name": "own_task:mlp"}),
     "fp32": Feature("fp32", {"precision": "fp32"}),
     "bf16": Feature("bf16", {"precision": "bf16"}),
@@ -238,6 +243,21 @@ def _rows() -> Iterator[tuple[str, ...]]:
         )
     plain_loop = "training/test_preferences.py::test_the_path_is_that_of_a_plain_loop[sft]"
     yield plain_loop, "single", "preferences chat documents all AdamW fp32 evaluation"
+    embedded = "training/test_embedding.py::test_embeddings_take_the_single_process_path[{}-%s]"
+    yield embedded % "embedding-embedding", "ddp fsdp zero3", "embedding padded all AdamW fp32 evaluation accumulation"
+    adapted = "embedding_symmetric"
+    yield (
+        embedded % f"{adapted}-{adapted}",
+        "ddp fsdp zero3",
+        "embedding padded lora AdamW fp32 evaluation accumulation",
+    )
+    own = "training/test_embedding.py::test_"
+    yield (
+        f"{own}the_path_is_that_of_a_plain_loop[mean-True-True]",
+        "single",
+        "embedding padded all AdamW fp32 evaluation",
+    )
+    yield f"{own}files_are_those_of_sentence_transformers", "single", "embedding export"
     checkpointed = "ARCHITECTURES.llama_checkpointed"
     yield networks % "llama_checkpointed", _TWO, f"checkpointing all {_PLAIN}", checkpointed
     fp8 = "fp8 bf16 checkpointing all AdamW documents evaluation"

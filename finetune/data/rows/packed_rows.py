@@ -96,22 +96,29 @@ def pad_documents(
 
 
 def pad_pairs(offsets: Int64s, firsts: Int64s, room: Sequence[int], *, drop: bool) -> PackedRows:
-    """Two segments a row, a source and its target, in the order of the documents. Lengths are tokens, not pairs.
+    """Two segments a row, a source and its target, of which `firsts`, (documents,), are tokens of the source.
+
+    The rest of the document is its target. For the other arguments see `pad_texts`.
+    """
+    return pad_texts(offsets, np.stack([firsts, np.diff(offsets) - firsts], axis=1), room, drop=drop)
+
+
+def pad_texts(offsets: Int64s, sizes: Int64s, room: Sequence[int], *, drop: bool) -> PackedRows:
+    """A row for each document, a segment for each of its texts. Lengths are tokens, not pairs.
 
     Args:
         offsets: Where each document starts in the stream, and the end: (documents + 1,).
-        firsts: Tokens of each source, (documents,); the rest of the document is its target.
-        room: The most tokens of a source and of a target.
-        drop: Leaves out documents of which either is too long; else both lose their end.
+        sizes: Tokens of each text of a document, (documents, texts).
+        room: The most tokens of each text, or of any.
+        drop: Leaves out documents of which a text is too long; else all lose their end.
     """
-    sizes = np.stack([firsts, np.diff(offsets) - firsts], axis=1)
-    starts = np.stack([offsets[:-1], offsets[:-1] + firsts], axis=1)
+    starts = offsets[:-1, None] + np.cumsum(sizes, axis=1) - sizes
     empty, long = (sizes < 1).any(1), (sizes > np.array(room)).any(1)
     kept = ~empty & ~(long & drop)
     over_long = int((long & ~empty).sum())
     lengths = np.minimum(sizes[kept], np.array(room))
     counts = {"empty": int(empty.sum()), "over_long": over_long, "dropped" if drop else "truncated": over_long}
-    return _of_segments(starts[kept], lengths, 2, **counts)
+    return _of_segments(starts[kept], lengths, sizes.shape[1], **counts)
 
 
 def pack_documents(offsets: Int64s, row_length: int, long_documents: LongDocuments) -> PackedRows:

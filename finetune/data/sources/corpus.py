@@ -231,13 +231,15 @@ def _read_dataset(dataset: Any, fields: Fields, name: str) -> Iterator[Document]
 
 
 def _open_sample(source: Source, count: int, fields: Fields) -> Corpus:
-    """Stories; conversations or preferences, where they are wanted."""
+    """Stories; conversations, preferences or pairs of halves, where they are wanted."""
     content = {"sample": count, "version": story_generator.GENERATOR_VERSION}
     wanted = "text" if fields.form is None else fields.form.format
     made: Callable[[int], Iterator[NamedTuple]] = story_generator.stories
     kind, kinds = "story", "stories"
     if wanted == "preferences":
         made, kind, kinds = story_generator.preferences, "preference", "preferences"
+    elif wanted == "embedding":
+        made, kind, kinds = story_generator.halves, "pair", "pairs"
     elif wanted != "text":
         made, kind, kinds = story_generator.conversations, "conversation", "conversations"
     if wanted != "text":

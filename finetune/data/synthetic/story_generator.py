@@ -162,6 +162,13 @@ class Preference(NamedTuple):
     rejected: list[dict[str, str]]
 
 
+class Halves(NamedTuple):
+    """A story's beginning, and what follows it."""
+
+    anchor: str
+    positive: str
+
+
 class _Fact(NamedTuple):
     """A question about the beginning of a story."""
 
@@ -187,6 +194,14 @@ def preferences(count: int, seed: int = 0) -> Iterator[Preference]:
     The first `n` are the same whatever `count` is, on every machine and Python version.
     """
     return distinct_items(count, lambda number: _preference(Dice(f"preference/{seed}/{number}")), repr)
+
+
+def halves(count: int) -> Iterator[Halves]:
+    """Makes the halves of `count` distinct stories, which are those of `stories`."""
+    for story in stories(count):
+        sentences = story.text.split(". ")
+        middle = len(sentences) // 2
+        yield Halves(". ".join(sentences[:middle]) + ".", ". ".join(sentences[middle:]))
 
 
 def _preference(dice: Dice) -> Preference:

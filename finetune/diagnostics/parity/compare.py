@@ -338,11 +338,11 @@ def _inert(one: FinishedRun, other: FinishedRun, names: Collection[str]) -> set[
     ids = (torch.arange(2 * 24).view(2, 24) * 5 + 1) % config.get_text_config().vocab_size
     inert = set()
     with torch.no_grad(), ExitStack() as opened:
-        files, before = _files(other, opened), network(input_ids=ids).logits
+        files, before = _files(other, opened), network(input_ids=ids)[0]
         for name in parameters.keys() & set(biases):
             away = files[name].get_tensor(name).float() - parameters[name]
             moved = {name: parameters[name] + away / away.square().mean().sqrt()}
-            after = torch.func.functional_call(network, moved, kwargs={"input_ids": ids}).logits
+            after = torch.func.functional_call(network, moved, kwargs={"input_ids": ids})[0]
             if (after - before).norm() / before.norm() <= _NOTHING:
                 inert.add(name)
     return inert

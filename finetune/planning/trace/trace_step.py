@@ -97,12 +97,10 @@ def trace_step(recipe: Recipe, launch: Launch, stored: str | None) -> dict[str, 
         rest = tracker.now()
         scale = torch.ones(task.num_weighted)
         if task.window is not None:
+            rows["window_rows"] = torch.arange(recipe.batch.rows)
             with torch.no_grad():
                 values = model(task.window, rows)
-            rows |= {
-                "window": values.new_empty(recipe.batch.global_size, values.shape[1]),
-                "window_rows": torch.arange(recipe.batch.rows),
-            }
+            rows["window"] = values.new_empty(recipe.batch.global_size, values.shape[1])
         # Gradients that stay are in their place after a step.
         for _ in range(2 if backend.strategy.keeps_gradients(backend) else 1):
             tracker.begin()

@@ -64,7 +64,8 @@ class RowKind(RowFacts):
     encode: Callable[[Any, list[str]], Encoded] | None = None
     """Tokens and columns of some texts, given the `Encoder`; None for those of each text or pair."""
     around: Callable[[Any, bool], tuple[Wrapping, ...]] = lambda tokenizer, paired: ()
-    """Tokens around each text of a row, given a tokenizer and whether it is a pair; none if documents have theirs."""
+    """Tokens around each text of a row, or around any, given a tokenizer and whether it is a pair; none if documents
+    have theirs."""
     pack: Callable[[Mapping[str, Any], DataSection, Sequence[int]], PackedRows] = _absent
     """Documents to rows, given their columns, what the recipe says, and the most tokens of each text of a row."""
     count: Callable[[Mapping[str, Any], PackedRows], tuple[Int64s | None, int]] = lambda columns, packed: (None, 0)
@@ -145,7 +146,9 @@ class TokenRows:
 
     def num_computed(self, rows: Numbers) -> int:
         """Tokens that a network computes for `batch(rows)`, without padding."""
-        return int(self.widths[rows].sum()) + sum(around.size for around in self.around) * int(rows.size)
+        texts = int((self.packed.row_starts[rows + 1] - self.packed.row_starts[rows]).sum())
+        each = sum(around.size for around in self.around) * texts // max(1, len(self.around))
+        return int(self.widths[rows].sum()) + each
 
     def batch(self, rows: Numbers) -> dict[str, "torch.Tensor"]:
         """Reads rows, (B,), as the kind says."""
