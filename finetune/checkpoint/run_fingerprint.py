@@ -61,7 +61,7 @@ def identity_of(
     """
     tree = recipe.model_dump(mode="json")
     scaling = ("rope_scaling",) if recipe.model.rope_scaling is not None else ()
-    given = (name for name in ("preference", "embedding") if tree[name] is not None)
+    given = (name for name in ("preference", "embedding", "distillation") if tree[name] is not None)
     facts = flat({name: tree[name] for name in ("task", "optim", "schedule", "lora", *given)})
     for key, model in (frozen or {}).items():
         # By its content, as the recipe's own model.
@@ -159,7 +159,7 @@ def compare_identities(saved: dict[str, Any], now: dict[str, Any], allowed: Iter
         for key in refused:
             there, here = (repr(facts[key]) if key in facts else "absent" for facts in (saved, now))
             why = " (the network has dropout, whose masks depend on it, or batch norms)" if key == MICRO_SIZE else ""
-            content = key in ("data", "model.name", "preference.reference.name")
+            content = key in ("data", "model.name", "preference.reference.name", "distillation.teacher.name")
             changes.append(f"{key}: other content" if content else f"{key}: {there} there, {here} here{why}")
         raise RecipeError(
             f"{place} holds a run whose mathematics differ from this recipe's: {'; '.join(changes)}. Choose another "

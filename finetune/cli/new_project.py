@@ -65,6 +65,8 @@ class Project:
     """"lora", "qlora", or None to train all weights."""
     output: str | None = None
     """The run directory; None for one below `runs`."""
+    teacher: str | None = None
+    """The model that a language model learns from; None to learn from texts alone."""
 
     @property
     def verb(self) -> str:
@@ -221,6 +223,10 @@ def _draft_recipe(project: Project, given: Mapping[str, Any] | None = None) -> _
                 "of each record. Answers with a label are learned with --task kto."
             )
     task = project.task or "lm"
+    if project.teacher is not None and task not in ("lm", "chat"):
+        raise DataError(
+            f"{project.data}: --task distill reads texts or conversations, and these are for --task {task}."
+        )
     project = replace(project, task=task, output=project.output or f"runs/{task}")
     prefers = task in preference_losses.TASKS
     turns = survey.turns if survey is not None else prefers or task == "chat"
@@ -339,8 +345,8 @@ def _seen_from(folder: Path, project: Project) -> Project:
         return os.path.relpath(path, folder.resolve())
 
     # A name without a directory of that name is the hub's.
-    model = seen(project.model) if Path(project.model or "").is_dir() else project.model
-    return replace(project, model=model, data=seen(project.data))
+    model, teacher = (seen(n) if Path(n or "").is_dir() else n for n in (project.model, project.teacher))
+    return replace(project, model=model, teacher=teacher, data=seen(project.data))
 
 
 def _render(name: str, project: Project, **values: object) -> str:

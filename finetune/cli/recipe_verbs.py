@@ -42,7 +42,10 @@ def add_verbs(verbs: Any) -> None:
 
     verb = arguments.add_verb(verbs, init)
     verb.add_argument("folder", nargs="?", default=".", metavar="DIR", help="its folder (default: the current one)")
-    _add_project_arguments(verb, TASKS, required=False)
+    _add_project_arguments(verb, (*TASKS, "distill"), required=False)
+    verb.add_argument(
+        "--teacher", metavar="MODEL", help="the model that `distill` learns from, with the same tokenizer"
+    )
 
     verb = arguments.add_verb(verbs, convert)
     verb.add_argument("file", type=os.path.expanduser, metavar="FILE", help="a config of one of these tools, in YAML")
@@ -181,6 +184,7 @@ def _check_project(parsed: argparse.Namespace) -> None:
     check_overrides({"data": {"train": [{"path": parsed.data or ""}]}}, getattr(parsed, "overrides", ()))
     go_offline_if_unreachable()
     hub_access.require_model(parsed.model, "--model")
+    hub_access.require_model(getattr(parsed, "teacher", None), "--teacher")
     if parsed.data is not None:
         recipe_paths.find_files(os.path.expanduser(parsed.data))
     silence_libraries()
@@ -192,7 +196,10 @@ def init(parsed: argparse.Namespace) -> None:
     from finetune.cli.new_project import Project, write_project
     from finetune.data.source_survey import UnknownColumns
 
-    project = Project(parsed.task, parsed.model, parsed.data, parsed.adapters)
+    if (parsed.task == "distill") != (parsed.teacher is not None):
+        raise RecipeError("--task distill and --teacher MODEL go together: give both, or neither.")
+    task = None if parsed.teacher is not None else parsed.task  # that of the data
+    project = Project(task, parsed.model, parsed.data, parsed.adapters, teacher=parsed.teacher)
     try:
         lines = write_project(Path(parsed.folder), project)
     except UnknownColumns as error:

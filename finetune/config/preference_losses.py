@@ -29,6 +29,7 @@ READ_BY: dict[str, dict[str, tuple[str, ...]]] = {
     "f_alpha": {"dpo": _OF_SCORES},
     "discopop_tau": {"dpo": ("discopop",)},
     "ld_alpha": {"dpo": _ALL},
+    "use_weighting": {"dpo": (*_OF_SCORES, *_OF_RATIOS)},
     "reference": {"dpo": _ALL, "kto": _ALL},
     "ranking": {**_PAIRS, "reward": _ALL},
     "gamma": {"simpo": _ALL},
@@ -90,6 +91,11 @@ def problems(task: str, keys: Mapping[str, Any]) -> list[str]:
     weights = list(keys.get("loss_weights", [1.0] * len(losses)))
     if known and (len(weights) != len(losses) or not all(0 < weight < math.inf for weight in weights)):
         found.append(f"preference.loss_weights is {weights}; it has a number above 0 for each of {losses}")
+    if keys.get("use_weighting") and {*losses} & {*SORTED_LOSSES}:
+        found.append(
+            "preference.use_weighting is true, and aot compares pairs with those of the same rank; remove the key, or "
+            "take other losses"
+        )
     if "exo_pair" in losses and not keys.get("label_smoothing"):
         found.append("preference.label_smoothing is 0, of which exo_pair takes the logarithm; its authors take 0.001")
     return found

@@ -71,6 +71,9 @@ class RowFacts:
     """True if a row is answers that are preferred or not: `documents`, each answer one, if networks write text, and
     else `padded`."""
 
+    taught: bool = False
+    """True if a teacher says what is learned of their tokens."""
+
     @property
     def one_document(self) -> bool:
         """True if a row is one document, or a few texts: `padded`, and no conversation."""
@@ -472,6 +475,10 @@ def task_conflicts(recipe: Recipe, rows: RowFacts) -> Iterable[str]:
             yield f"preference.reference is adapters_off, and {why}. {preference_losses.CACHED}"
     elif recipe.preference is not None and rows.figures is not None:
         yield f"preference: {name} learns no preferences; remove the section, or set task.name to `dpo`"
+    if rows.taught and recipe.distillation is None:
+        yield f"distillation: {name} learns from a teacher, and none is named; give `teacher: {{name: NAME}}`"
+    elif recipe.distillation is not None and not rows.taught and rows.figures is not None:
+        yield f"distillation: {name} has no teacher; remove the section, or set task.name to `distill`"
     if (rows.judged or rows.embeds) and recipe.length.tokens is not None:
         yield f"length.tokens: rows of {name} are of any length; give steps or epochs"
     if recipe.embedding is not None and not rows.embeds and rows.figures is not None:

@@ -543,7 +543,7 @@ class TaskSection(Section):
     """`causal_lm`, `sequence_classification`, `regression` (a number for each document), `token_classification` (a
     class for each word), `seq2seq_lm` (a text from another one, by an encoder-decoder), `dpo`, `cpo`, `simpo`, `orpo`
     or `reward` (preferences of pairs of answers), `kto` (answers with labels), `embedding` (texts by their likeness),
-    or your own as `package.module:object` or `file.py:object`."""
+    `distill` (from a teacher), or your own as `package.module:object` or `file.py:object`."""
     loss: PathText | None = None
     """Your own loss, named in the same way, in place of the task's: a function of network and batch that returns the
     sum over the batch's targets, a scalar in fp32."""
@@ -600,6 +600,9 @@ class PreferenceSection(Section):
     """Temperature of `discopop`."""
     ld_alpha: Annotated[float | None, "factor"] = None
     """What tokens beyond the length of the shorter answer count in the sums of `dpo` (LD-DPO). Left out: as others."""
+    use_weighting: bool = False
+    """Weight each pair of `dpo` by how likely both answers are to the policy, as if it had written them (WPO). `sft` is
+    not weighted."""
     ranking: Literal["extremes", "all"] = "extremes"
     """Pairs of a record that ranks several answers: the best against the worst, or each against all that are worse."""
     gamma: Annotated[float, "margin"] = 0.5
@@ -625,6 +628,23 @@ class EmbeddingSection(Section):
     """Factor of cosine similarities in the loss, which is 1 / temperature."""
     symmetric: bool = False
     """Have each positive find its anchor among all anchors, too: the mean of both losses."""
+
+
+class DistillationSection(Section):
+    """Distillation: what the task `distill` learns of a teacher, by TRL's names."""
+
+    teacher: FrozenModelSection
+    """The network to learn from, with the student's vocabulary."""
+    top_k: Annotated[PositiveInt | None, "tokens"] = None
+    """Compute the teacher once, and keep so many of its likeliest tokens of each learned token; all others are one
+    outcome. Left out: it is computed in each step, and all tokens count."""
+    beta: Annotated[float, Field(ge=0.0, le=1.0), "share"] = 1.0
+    """Divergence of both distributions: 0 for forward KL, 1 for reverse KL, and between them the generalized
+    Jensen-Shannon divergence, whose mixture has this share of the teacher's."""
+    temperature: Annotated[PositiveFloat, "divisor of logits"] = 1.0
+    """Divides the logits of both before the divergence."""
+    sft_weight: Annotated[float, Field(ge=0.0), "factor"] = 0.0
+    """Factor of the targets' cross-entropy beside it."""
 
 
 class BatchSection(Section):
@@ -774,6 +794,8 @@ class Recipe(Section):
     """Left out: the defaults, for tasks that learn preferences."""
     embedding: EmbeddingSection | None = None
     """Left out: the defaults, for the task `embedding`."""
+    distillation: DistillationSection | None = None
+    """The teacher of the task `distill`."""
     checks: ChecksSection = ChecksSection()
     batch: BatchSection = BatchSection()
     length: LengthSection = LengthSection()
@@ -801,8 +823,11 @@ class Recipe(Section):
     @property
     def frozen_models(self) -> dict[str, FrozenModelSection]:
         """Second models, by their keys."""
-        reference = self.preference.reference if self.preference is not None else None
-        return {"preference.reference": reference} if isinstance(reference, FrozenModelSection) else {}
+        named = {
+            "preference.reference": self.preference.reference if self.preference is not None else None,
+            "distillation.teacher": self.distillation.teacher if self.distillation is not None else None,
+        }
+        return {key: section for key, section in named.items() if isinstance(section, FrozenModelSection)}
 
     def of_frozen(self, section: FrozenModelSection) -> Self:
         """Returns the recipe by which a second model is read: with that one as its model, and its own tokenizer."""

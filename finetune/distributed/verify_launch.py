@@ -218,9 +218,9 @@ def _output_dtypes(model: nn.Module, rehearse: Callable[[], torch.Tensor]) -> di
     seen: dict[str, str] = {}
 
     def note(module: nn.Module, _: Any, output: Any) -> None:
-        # A head that puts out the loss, or that of each token, (1, N, 1), says nothing of products.
+        # A head that puts out losses, whatever their shape, says nothing of products.
         floats = isinstance(output, torch.Tensor) and output.is_floating_point()
-        if floats and output.numel() > 1 and not (output.ndim == 3 and output.shape[0] == output.shape[2] == 1):
+        if floats and output.numel() > 1 and not getattr(module.forward, "computes_loss", False):
             name = type(module).__name__.removeprefix("FSDP")
             seen[name] = short_dtype(output.dtype)
 

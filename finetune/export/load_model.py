@@ -167,6 +167,9 @@ def _load_run(place: Path, step: int | None, base: str | None, trusted: bool) ->
     saved = find_weights.find_weights(place, step, runs=(SHIPPED, "task.name"), trusted=trusted)
     with saved.held:
         task = named_task(saved.recipe)
+        if task.rows.taught:
+            # Without its teacher it is a language model like any.
+            task = built_in_task(lambda head: head.next_token) or task
         if task.head is None or not (task.rows.writes_text or task.scores is not None):
             raise RecipeError(
                 f"{place} (task {saved.recipe.task.name}) is no causal language model: it neither writes text nor "

@@ -9,7 +9,8 @@ what comes out is the loss is verified at every start (`preflight.check_loss`).
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -19,6 +20,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from finetune.distributed.strategies import tensor
 from finetune.models.frozen_weights import StoredLinear, compute_dtype
+from finetune.utils.errors import BackendError
 
 if TYPE_CHECKING:
     from finetune.distributed.mesh import Group
@@ -26,6 +28,49 @@ if TYPE_CHECKING:
 IGNORED = -100
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Objective(NamedTuple):
+    """What is computed of each token's logits in place of their cross-entropy."""
+
+    values: Callable[..., torch.Tensor]
+    """Returns J numbers of each token, (n, J) in fp32, given logits, (n, V) in fp32, targets, (n,), and the tokens'
+    `others`. The first is the loss, and the others are figures without gradients."""
+    others: tuple[Any, ...] = ()
+    """Tensors of (N, ...), or what gives some of their rows for a slice of tokens."""
+    opening: Callable[[Callable[[Any], None]], None] | None = None
+    """Calls a function with one more of `others`, which can be read until it returns."""
+
+    def opened(self, compute: Callable[["Objective"], torch.Tensor]) -> torch.Tensor:
+        """Returns what a function gives of this objective with all of its `others`."""
+        if self.opening is None:
+            return compute(self)
+        given, learns = list[torch.Tensor](), torch.is_grad_enabled()
+
+        def inside(other: Any) -> None:
+            with torch.set_grad_enabled(learns):
+                given.append(compute(self._replace(others=(*self.others, other), opening=None)))
+
+        self.opening(inside)
+        return given[0]
+
+    def of(self, logits: torch.Tensor, targets: torch.Tensor, tokens: slice = slice(None)) -> torch.Tensor:
+        """Returns the values of some tokens, (n, J), 0 where there is nothing to learn."""
+        values = self.values(logits, targets.clamp(min=0), *(other[tokens] for other in self.others))
+        return values * (targets != IGNORED)[:, None]
+
+
+class LogitsOf:
+    """Logits of a head that is in place, in fp32 and without gradients, for slices of tokens."""
+
+    def __init__(self, hidden: torch.Tensor, logits: Forward) -> None:
+        kind = hidden.device.type
+        self._hidden, self._logits = hidden, logits
+        self._autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+
+    def __getitem__(self, tokens: slice) -> torch.Tensor:
+        with torch.no_grad(), torch.autocast(*self._autocast):
+            return self._logits(self._hidden[tokens]).float()
 
 
 class LossHead:
@@ -42,6 +87,10 @@ class LossHead:
         """True if it puts out the loss of each token in place of their sum."""
         self.label_smoothing = 0.0
         """Of the loss, see `plain_loss`."""
+        self.objective: Objective | None = None
+        """What it puts out in place of the cross-entropy."""
+        self.visitor: Callable[[Any], None] | None = None
+        """Is given its `LogitsOf`, while its weight is in place, and nothing else is computed."""
         self.token_group: Group | None = None
         """Ranks that share layers, and compute the loss of some tokens each, or at least its gradients. Gradients of
         the head are to be summed over them."""
@@ -50,7 +99,7 @@ class LossHead:
         self.planted: torch.Tensor | None = None
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """(B, T, h) to (1, 1, 1) fp32 with targets, or (1, N, 1) for each token, and to (B, T, V) without."""
+        """(B, T, h) to (1, 1, J) fp32 with targets, or (1, N, J) for each token, and to (B, T, V) without."""
         group = self.token_group
         if self.plants:
             own = self._logits(hidden)
@@ -58,27 +107,42 @@ class LossHead:
             values = torch.linspace(-60, 60, own.shape[-1], device=own.device).to(own.dtype)
             self.planted = values.expand_as(own).contiguous()
             return self.planted.clone()
+        if self.visitor is not None:
+            flat = hidden.flatten(0, -2)
+            flat = flat if group is None else tensor.part_of_tokens(flat, group=group)
+            self.visitor(LogitsOf(flat, self._logits))
+            return hidden.new_zeros(1, 1, 1)
         if self.targets is None:
             if group is None:
                 return self._logits(hidden)
             return tensor.split_gradients(self._logits(tensor.sum_gradients(hidden, group)), group)
         head: Any = self._head
-        flat, targets, dtype = hidden.flatten(0, -2), self.targets, compute_dtype(hidden)
+        flat, targets, dtype, objective = hidden.flatten(0, -2), self.targets, compute_dtype(hidden), self.objective
         if group is not None:
             flat, targets = tensor.split_tokens(flat, group), tensor.part_of_tokens(targets, IGNORED, group=group)
-        # Gradients in fp16 vanish before they are scaled, which happens in the backward pass.
+            if objective is not None:
+                others = tuple(tensor.part_of_tokens(other, group=group) for other in objective.others)
+                objective = objective._replace(others=others)
         options: dict[str, Any] = {"label_smoothing": self.label_smoothing}
+        # Gradients in fp16 vanish before they are scaled, which happens in the backward pass.
         if isinstance(head, nn.Linear) and type(head).forward in _PRODUCTS and dtype != torch.float16:
             compute = token_losses if self.per_token else loss_of
-            loss = compute(flat, head.weight, head.bias, targets, dtype, **options)
+            given = partial(compute, flat, head.weight, head.bias, targets, dtype, **options)
+        elif objective is None or objective.opening is None:
+            given = partial(_of_any_head, self._logits, flat, targets, per_token=self.per_token, **options)
         else:
-            loss = _of_any_head(self._logits, flat, targets, per_token=self.per_token, **options)
+            # Its backward pass computes logits again, when the other network's weights are elsewhere.
+            raise BackendError(
+                "A teacher in each step is not offered with precision fp16, nor with adapters of the head. Set "
+                "distillation.top_k, by which it is computed once before training, or leave them out."
+            )
+        loss = given() if objective is None else objective.opened(lambda one: given(objective=one))
         if group is not None and self.per_token:
             loss = tensor.gather_tokens(loss, self.targets.numel(), group)
         elif group is not None:
             loss = tensor.sum_outputs(loss, group)
         # A copy, not a view: wrappers that shard warn of views that leave a module.
-        return loss.reshape(1, -1, 1).clone()
+        return loss.reshape(1, self.targets.numel() if self.per_token else 1, -1).clone()
 
 
 # Methods of modules that compute a product with `weight`, and nothing else.
@@ -135,8 +199,9 @@ def loss_of(
     dtype: torch.dtype,
     *,
     label_smoothing: float = 0.0,
+    objective: Objective | None = None,
 ) -> torch.Tensor:
-    """Returns the summed cross-entropy of `hidden @ weight.T + bias`, a scalar in fp32.
+    """Returns the summed cross-entropy of `hidden @ weight.T + bias`, a scalar in fp32; or an objective's sums, (J,).
 
     Gradients are computed on the way, one pass over each chunk, and only scaled by the backward pass. Products are
     in `dtype`; softmax, loss, and the sum of the weight's gradient over chunks are in fp32.
@@ -152,7 +217,7 @@ def loss_of(
         dtype: Type of the products.
         label_smoothing: See `plain_loss`.
     """
-    given = (hidden, weight, bias, targets, dtype, label_smoothing)
+    given = (hidden, weight, bias, targets, dtype, label_smoothing, objective)
     loss: torch.Tensor = _Chunked.apply(torch.is_grad_enabled(), *given)  # type: ignore[no-untyped-call]
     return loss
 
@@ -172,7 +237,9 @@ class _Chunked(torch.autograd.Function):
         kept, ctx.kept = ctx.kept, None
         if kept is None:
             raise RuntimeError("This loss has been differentiated before, and its gradients are gone.")
-        return None, *(None if t is None else t.mul_(gradients[0]) for t in kept), None, None, None
+        # Of an objective's sums, the first is the loss.
+        factor = gradients[0].reshape(-1)[0]
+        return None, *(None if t is None else t.mul_(factor) for t in kept), None, None, None, None
 
 
 def token_losses(
@@ -183,32 +250,33 @@ def token_losses(
     dtype: torch.dtype,
     *,
     label_smoothing: float = 0.0,
+    objective: Objective | None = None,
 ) -> torch.Tensor:
-    """Returns the cross-entropy of each token, (N,) in fp32, 0 where there is nothing to learn; else as `loss_of`.
+    """Returns the cross-entropy of each token, (N,) in fp32, or an objective's values, (N, J); else as `loss_of`.
 
     What a token's loss counts for is known only in the backward pass. The gradient for `hidden` is scaled then; where
     the head is trained as well, its products are computed a second time.
     """
-    given = (hidden, weight, bias, targets, dtype, label_smoothing)
+    given = (hidden, weight, bias, targets, dtype, label_smoothing, objective)
     losses: torch.Tensor = _TokenLosses.apply(torch.is_grad_enabled(), *given)  # type: ignore[no-untyped-call]
-    return losses
+    return losses[:, 0] if objective is None else losses
 
 
 class _TokenLosses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, learns: bool, hidden: torch.Tensor, *others: Any) -> torch.Tensor:
-        losses = torch.zeros(hidden.shape[0], device=hidden.device)
+        losses: list[torch.Tensor] = []
         wanted = [learns and ctx.needs_input_grad[1], False, False]
         with torch.autocast(hidden.device.type, enabled=False):
             _, (ctx.hidden_gradient, *_) = _one_pass(wanted, hidden, *others, losses=losses)
         weight, bias, targets, *ctx.options = others
         ctx.save_for_backward(hidden, weight, bias, targets)
-        return losses
+        return torch.cat(losses)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         hidden, weight, bias, targets = ctx.saved_tensors
-        factors, for_head = gradients[0], [False, *ctx.needs_input_grad[2:4]]
+        factors, for_head = gradients[0][:, 0], [False, *ctx.needs_input_grad[2:4]]
         of_hidden, ctx.hidden_gradient = ctx.hidden_gradient, None
         if of_hidden is not None:
             of_hidden.mul_(factors[:, None])
@@ -216,7 +284,7 @@ class _TokenLosses(torch.autograd.Function):
         if any(for_head):
             with torch.autocast(hidden.device.type, enabled=False):
                 _, (_, *of_head) = _one_pass(for_head, hidden, weight, bias, targets, *ctx.options, factors=factors)
-        return None, of_hidden, *of_head, None, None, None
+        return None, of_hidden, *of_head, None, None, None, None
 
 
 def _one_pass(
@@ -227,15 +295,16 @@ def _one_pass(
     targets: torch.Tensor,
     dtype: torch.dtype,
     label_smoothing: float,
+    objective: Objective | None,
     *,
     factors: torch.Tensor | None = None,
-    losses: torch.Tensor | None = None,
+    losses: list[torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
     """Returns the loss, and its gradients for hidden, weight and bias, where they are wanted.
 
     Args:
         factors: What the loss of each token counts for, (N,); None for 1.
-        losses: Is filled with the loss of each token, (N,).
+        losses: Gets the values of each token, (n, J), chunk by chunk.
     """
     for_hidden, for_weight, for_bias = wanted
     tokens, vocabulary = hidden.shape[0], weight.shape[0]
@@ -248,7 +317,7 @@ def _one_pass(
     bias_gradient = torch.zeros(vocabulary, **make) if for_bias else None
     # Reused by all chunks: making them anew costs more than filling them.
     products = torch.empty(rows, vocabulary, dtype=dtype, **make)
-    few = rows_in_cache(rows, vocabulary, hidden.device.type)
+    few = rows_in_cache(rows, vocabulary, hidden.device.type) if objective is None else rows
     scratch = torch.empty(few if dtype != torch.float32 else 0, vocabulary, **make)
     step = torch.empty(weight.shape if for_weight and dtype != torch.float32 and rows < tokens else 0, **make)
     learned = targets != IGNORED
@@ -264,10 +333,14 @@ def _one_pass(
             p = of_some if dtype == torch.float32 else scratch[: some.stop - begin].copy_(of_some)
             if bias is not None:
                 p.add_(bias)
-            each = _score(p, places[some], counts[some], label_smoothing, learns=any(wanted))
-            loss += each.sum()
+            if objective is None:
+                each = _score(p, places[some], counts[some], label_smoothing, learns=any(wanted))
+                loss += each.sum()
+            else:
+                each = _values(p, objective, targets[some], some, counts[some], learns=any(wanted))
+                loss = loss + each.sum(0)
             if losses is not None:
-                losses[some] = each[:, 0]
+                losses.append(each)
             if bias_gradient is not None:
                 bias_gradient += p.sum(0)
             if any(wanted) and p is not of_some:
@@ -315,37 +388,63 @@ def _score(
     return (total.log() - score) * counts
 
 
+def _values(
+    p: torch.Tensor, objective: Objective, targets: torch.Tensor, tokens: slice, counts: torch.Tensor, *, learns: bool
+) -> torch.Tensor:
+    """Returns an objective's values of each row of logits, (n, J), as `_score` does the loss."""
+    with torch.set_grad_enabled(learns):
+        logits = p.detach().requires_grad_(learns)
+        values = objective.of(logits, targets, tokens)
+        if learns:
+            p.copy_(torch.autograd.grad((values[:, :1] * counts).sum(), logits)[0])
+    return values.detach()
+
+
 def _of_any_head(
-    logits: Forward, hidden: torch.Tensor, targets: torch.Tensor, *, per_token: bool, label_smoothing: float
+    logits: Forward,
+    hidden: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    per_token: bool,
+    label_smoothing: float,
+    objective: Objective | None = None,
 ) -> torch.Tensor:
     """Computes the loss of a head that is more than a product (adapters, quantized weights), each chunk twice."""
+    options: dict[str, Any] = {"per_token": per_token, "label_smoothing": label_smoothing, "objective": objective}
 
-    def part(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return plain_loss(logits(hidden), targets, per_token=per_token, label_smoothing=label_smoothing)
+    def of_chunk(hidden: torch.Tensor, tokens: slice) -> torch.Tensor:
+        return plain_loss(logits(hidden), targets[tokens], tokens=tokens, **options)
 
-    loss = torch.zeros((), device=hidden.device)
     rows = rows_of_chunk(hidden.shape[0], 1 << 17)
-    chunks = zip(torch.split(hidden, rows), torch.split(targets, rows), strict=True)
-    if per_token:
-        return torch.cat([checkpoint(part, some, wanted, use_reentrant=False) for some, wanted in chunks])
-    for some, wanted in chunks:
-        loss = loss + checkpoint(part, some, wanted, use_reentrant=False)
-    return loss
+    chunks = enumerate(torch.split(hidden, rows))
+    places = ((some, slice(index * rows, index * rows + len(some))) for index, some in chunks)
+    each = [checkpoint(of_chunk, some, tokens, use_reentrant=False) for some, tokens in places]
+    return torch.cat(each) if per_token else sum(each[1:], each[0])
 
 
 def plain_loss(
-    logits: torch.Tensor, targets: torch.Tensor, *, per_token: bool = False, label_smoothing: float = 0.0
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    per_token: bool = False,
+    label_smoothing: float = 0.0,
+    objective: Objective | None = None,
+    tokens: slice = slice(None),
 ) -> torch.Tensor:
     """Returns the summed cross-entropy of logits, in fp32 whatever they are in: bf16 sums lose whole tokens.
 
-    Or that of each token, flattened.
+    Or that of each token, flattened; or an objective's sums, (J,), or values of each token, (n, J).
 
     Args:
         logits: (..., V).
         targets: (...), -100 where there is nothing to learn.
         label_smoothing: Share e of the loss that is the mean of -log p over all V. Source: Szegedy et al. 2016,
             "Rethinking the Inception Architecture"; transformers 5.23, `LabelSmoother` in `trainer_pt_utils.py`.
+        tokens: Those of the objective's `others`.
     """
+    if objective is not None:
+        values = objective.of(logits.float().flatten(0, -2), targets.flatten(), tokens)
+        return values if per_token else values.sum(0)
     return functional.cross_entropy(
         logits.float().flatten(0, -2),
         targets.flatten(),

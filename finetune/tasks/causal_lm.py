@@ -5,6 +5,7 @@ a network is trained or scored, these say whether the figures mean anything.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -73,10 +74,10 @@ def _loss_sum(network: nn.Module, batch: Batch, label_smoothing: float = 0.0) ->
     """Targets are shifted already. Where rows are split over ranks, the loss is that of this rank's part."""
     batch = sequence.split(batch, getattr(network, "row_group", None))
     if "weights" in batch:
-        losses = _head_loss(network, batch, per_token=True, label_smoothing=label_smoothing)
+        losses = head_values(network, batch, per_token=True, label_smoothing=label_smoothing)
         return (losses.flatten() * batch["weights"].flatten()).sum()
     # A copy, not a view: wrappers that shard warn of views that leave a module.
-    return _head_loss(network, batch, label_smoothing=label_smoothing).reshape(()).clone()
+    return head_values(network, batch, label_smoothing=label_smoothing).reshape(()).clone()
 
 
 def token_losses(network: nn.Module, batch: Batch) -> torch.Tensor:
@@ -84,22 +85,49 @@ def token_losses(network: nn.Module, batch: Batch) -> torch.Tensor:
 
     Where rows are split over ranks, that of this rank's part.
     """
+    return token_values(network, batch)[..., 0]
+
+
+def token_values(network: nn.Module, batch: Batch, objective: chunked_loss.Objective | None = None) -> torch.Tensor:
+    """Returns the cross-entropy of each target, or an objective's values, (B, T, J); else as `token_losses`."""
     batch = sequence.split(batch, getattr(network, "row_group", None))
-    return _head_loss(network, batch, per_token=True).reshape(batch["targets"].shape)
+    return head_values(network, batch, objective, per_token=True).reshape(*batch["targets"].shape, -1)
 
 
-def _head_loss(
-    network: nn.Module, batch: Batch, *, per_token: bool = False, label_smoothing: float = 0.0
+def head_values(
+    network: nn.Module,
+    batch: Batch,
+    objective: chunked_loss.Objective | None = None,
+    *,
+    per_token: bool = False,
+    label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    fused = chunked_loss.loss_head(lora_adapters.transformer(network))
+    """Returns the cross-entropy of targets or an objective's values, in fp32: summed, (1, 1, J), or (1, B * T, J)."""
+    fused, targets = chunked_loss.loss_head(lora_adapters.transformer(network)), batch["targets"]
     if fused is None:
         options: dict[str, Any] = {"per_token": per_token, "label_smoothing": label_smoothing}
-        return chunked_loss.plain_loss(causal_lm_logits(network, batch), batch["targets"], **options)
-    fused.targets, fused.per_token, fused.label_smoothing = batch["targets"].flatten(), per_token, label_smoothing
+        plain = partial(chunked_loss.plain_loss, causal_lm_logits(network, batch), targets, **options)
+        values = plain() if objective is None else objective.opened(lambda one: plain(objective=one))
+        return values.reshape(1, targets.numel() if per_token else 1, -1)
+    fused.targets, fused.per_token, fused.label_smoothing = targets.flatten(), per_token, label_smoothing
+    fused.objective = objective
     try:
         return _outputs(network, batch).logits  # type: ignore[no-any-return]
     finally:
         fused.targets = None
+
+
+def visit_head(network: nn.Module, batch: Batch, visitor: Callable[[Any], None]) -> None:
+    """Calls a function, inside a network's head, with its logits for slices of tokens; see `chunked_loss.LogitsOf`."""
+    head = chunked_loss.loss_head(lora_adapters.transformer(network))
+    if head is None:
+        visitor(causal_lm_logits(network, batch).float().flatten(0, 1))
+        return
+    head.visitor = visitor
+    try:
+        _outputs(network, batch)
+    finally:
+        head.visitor = None
 
 
 CAUSAL_LM = transformers_task(

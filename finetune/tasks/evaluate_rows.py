@@ -166,6 +166,11 @@ def join_scores(model: nn.Module, reference: Reference, batch: Batch, *, adapter
         return {**batch, "reference": model(scored, plain)}
 
 
+def join_teacher(teacher: Any, batch: Batch) -> Batch:
+    """Returns a batch with a network that `loss_sum` calls while its own computes."""
+    return {**batch, "teacher": teacher}
+
+
 def with_window(
     backend: "Backend | OneProcess",
     model: nn.Module,

@@ -103,12 +103,16 @@ def _own_rows() -> "RowKind":
 
 
 class Reference(NamedTuple):
-    """What a reference gives each row."""
+    """What a reference or a teacher gives each row, or each of its targets."""
 
     compute: Callable[["nn.Module", Batch], "torch.Tensor"]
-    """Returns the values of each row, (B, J) in fp32."""
+    """Returns the values of each row, (B, J) in fp32, or those of each target, (targets, J), row by row."""
     key: Any = None
     """What they depend on beside the name of the task, JSON-able."""
+    of_targets: int = 0
+    """Values of each target, J; 0 where they are those of rows."""
+    stored: Callable[[Any], Any] = lambda values: values
+    """Returns values, an array of fp32, as they are kept."""
 
 
 @dataclass(frozen=True)

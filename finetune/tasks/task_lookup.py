@@ -49,6 +49,7 @@ BUILT_IN = {
     "kto": BuiltIn("finetune.tasks.preferences.answers:kto", "labelled_answers"),
     "reward": BuiltIn("finetune.tasks.preferences.reward:reward", "scored_pairs"),
     "embedding": BuiltIn("finetune.tasks.embedding:embedding", "embedded_texts"),
+    "distill": BuiltIn("finetune.tasks.preferences.distill:distill", "taught_documents"),
 }
 """The built-in tasks by name."""
 

@@ -46,6 +46,7 @@ from finetune.monitoring.trackers import Trackers
 from finetune.optim import optimizers
 from finetune.planning.planner import candidates_of
 from finetune.tasks.build_task import check_counts, without_validation
+from finetune.tasks.evaluate_rows import join_teacher
 from finetune.tasks.metrics import Metric, build_metrics
 from finetune.tasks.prompt_set import Prompt, read_prompts
 from finetune.tasks.task import Batch, Reference, Task, TaskData
@@ -131,6 +132,8 @@ class BuiltModel:
     flops_per_target: float
     infinite: frozenset[str]
     """Buffers that hold infinities as the network was built, such as causal masks; any other is a fault."""
+    teacher: nn.Module | None
+    """A second network that is computed in each step."""
 
 
 @failures_told()
@@ -190,6 +193,8 @@ def _build_watched(plan: RunPlan, watch: RankWatch, quiet: bool) -> BuiltRun:
                 "training begins. Write its model (`finetune export RUN --as merged`), and name that as model.name."
             )
         data, join = _with_reference(plan, backend, built.model, inputs.task.reference, partial(watch.mark, START))
+    if built.teacher is not None:
+        join = partial(join_teacher, built.teacher)
     resume.restore(backend, network, built.optimizer)
     average = None
     if (decay := recipe.optim.ema_decay) is not None and not resume.finished:
@@ -370,8 +375,11 @@ def _build_model(plan: RunPlan, backend: Backend) -> BuiltModel:
     if recipe.model.compile:
         # After the forward passes that verify things, whose other shapes and hooks would be compiled as well.
         activation_checkpointing.compile_layers(unwrap(model), set(unsplit_classes(wrapper)))
-    memory = backend.memory(model, state_bytes)
-    return BuiltModel(model, optimizer, stateless, runtime, kernels, memory, mixes_rows, flops, infinite)
+    held = None
+    if plan.inputs.frozen is not None and task.reference is None:
+        held = hold_frozen(backend, plan.inputs.frozen, task, data)
+    memory = backend.memory(model, state_bytes, [held] if held is not None else [])
+    return BuiltModel(model, optimizer, stateless, runtime, kernels, memory, mixes_rows, flops, infinite, held)
 
 
 def _open_run(

@@ -87,6 +87,8 @@ def load_checked(parsed: argparse.Namespace) -> "Recipe":
     go_offline_if_unreachable()
     hub_access.require_model(recipe.model.name, "model.name")
     hub_access.require_model(recipe.tokenizer.name, "tokenizer.name")
+    for key, section in recipe.frozen_models.items():
+        hub_access.require_model(section.name, f"{key}.name")
     return recipe
 
 

@@ -31,6 +31,7 @@ from finetune.utils.errors import FinetuneError, RecipeError
 LORA = {"lora": {}}
 CHAT = {"source.path": "chats.jsonl", "chat.template": "plain"}
 CLASSES = {"task.name": "sequence_classification", "data.packing": "padded"}
+TAUGHT = {"task.name": "distill", "distillation": {"teacher": {"name": str(MODEL)}}}
 PAIRS = {"task.name": "dpo", "source.path": "pairs.jsonl", "preference.beta": 0.2}
 TEXTS = {"task.name": "embedding", "source.path": "texts.jsonl", "data.packing": "padded", "embedding.scale": 10.0}
 SCALED = {"optim.lr_scaling": "linear", "optim.reference_batch": 8}
@@ -113,6 +114,7 @@ MATHEMATICS: dict[str, tuple[Any, dict[str, Any]]] = {
     "preference.f_alpha": (0.7, {**PAIRS, "preference.f_divergence": "alpha_divergence"}),
     "preference.discopop_tau": (0.1, {**PAIRS, "preference.loss": ["discopop"]}),
     "preference.ld_alpha": (0.5, PAIRS),
+    "preference.use_weighting": (True, PAIRS),
     "preference.ranking": ("all", PAIRS),
     "preference.gamma": (0.7, {**PAIRS, "task.name": "simpo"}),
     "preference.centering": (0.1, {**PAIRS, "task.name": "reward", "data.packing": "padded", "preference.beta": 0.1}),
@@ -122,6 +124,13 @@ MATHEMATICS: dict[str, tuple[Any, dict[str, Any]]] = {
     "embedding.pooling": ("mean", TEXTS),
     "embedding.scale": (30.0, TEXTS),
     "embedding.symmetric": (True, TEXTS),
+    "distillation.teacher.name": (f"{MODEL}/.", TAUGHT),
+    "distillation.teacher.revision": ("other", TAUGHT),
+    "distillation.teacher.quantization": ("nf4", TAUGHT),
+    "distillation.top_k": (8, TAUGHT),
+    "distillation.beta": (0.5, TAUGHT),
+    "distillation.temperature": (2.0, TAUGHT),
+    "distillation.sft_weight": (0.5, TAUGHT),
     "batch.global_size": (2, {}),
     "optim.name": ("SGD", {}),
     "optim.lr": (1e-5, {}),

@@ -10,6 +10,7 @@ from forkserver import ForkServer
 from harness import ROOT, environment
 
 from finetune.cli import new_project
+from finetune.cli.main import main
 from finetune.cli.new_project import Project, write_project
 from finetune.cli.recipe_verbs import TASKS
 from finetune.config import recipe_paths
@@ -44,6 +45,26 @@ def test_a_new_project_trains(task: str, tmp_path: Path, fork_server: ForkServer
     for verb, of in (("eval", ("classify",)), ("predict", ("classify", "reward"))):
         assert (f"finetune {verb} {recipe.output.dir}" in readme) == (task in of)
     assert (f"finetune generate {recipe.output.dir}" in readme) == (task in ("lm", "chat", "dpo", "kto"))
+
+
+@pytest.mark.parametrize("record", [{"text": "A cat."}, {"prompt": "A cat?", "completion": "A dog."}, None])
+@pytest.mark.parametrize("model", [None, testdata.MODEL])
+def test_a_project_with_a_teacher(record: dict[str, str] | None, model: str | None, tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text((json.dumps(record) + "\n") * 50)
+    given = ["--task", "distill", "--teacher", testdata.MODEL, *(["--data", str(data)] if record is not None else [])]
+    assert main(["init", str(tmp_path / "project"), *given, *(["--model", model] if model is not None else [])]) == 0
+    recipe = load_recipe(tmp_path / "project" / "recipe.yaml")
+    assert recipe.task.name == "distill"
+    assert recipe.frozen_models["distillation.teacher"].name == testdata.MODEL
+    assert (recipe.chat is not None) == (record is not None and "prompt" in record)
+    assert (recipe.tokenizer.name or recipe.model.name) == testdata.MODEL
+
+
+@pytest.mark.parametrize("given", [["--task", "distill"], ["--teacher", testdata.MODEL]])
+def test_a_teacher_belongs_to_distillation(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", "project", *given]) != 0
+    assert "go together" in capsys.readouterr().err
 
 
 def _readme_recipe() -> Recipe:

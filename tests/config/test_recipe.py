@@ -705,6 +705,9 @@ def test_recipe_dry_run(fork_server: ForkServer, file: Path, tmp_path: Path) -> 
     if recipe.model.name is not None:
         # What another run has made, or lies on the hub.
         more += [f"model.name={MODEL}", "data.sequence_length=512"]  # as many as it can
+    more += [f"{key}.name={MODEL}" for key in recipe.frozen_models]
+    if recipe.tokenizer.name is not None:
+        more += [f"tokenizer.name={MODEL}"]
     code, output = fork_server.run(["scripts/train.py", str(file), *more, "--dry-run"])
     assert code == 0, output
     assert re.search(r"^network +\w+, [\d,]+ parameters", output, re.MULTILINE), output

@@ -58,6 +58,45 @@ def test_gradients_are_those_of_fp64(
         assert error < tolerance, f"{tuple(tensor.shape)}: {error:.1e}"
 
 
+def divergence(logits: torch.Tensor, targets: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """An objective: the distance of probabilities from others, and a figure."""
+    logs = logits.log_softmax(-1)
+    far = ((logs.exp() - other) ** 2).sum(-1) - logs.gather(-1, targets[:, None])[:, 0]
+    return torch.stack((far, logs.detach().amax(-1)), dim=1)
+
+
+@pytest.mark.parametrize("per_token", [False, True], ids=["sum", "tokens"])
+@pytest.mark.parametrize("head", ["product", "any"])
+def test_an_objective_of_logits(head: str, per_token: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its values and gradients in chunks are those of all logits; and only the first value has any."""
+    monkeypatch.setattr(chunked_loss, "rows_of_chunk", lambda tokens, vocabulary: 37)
+    given, factors = case(), torch.linspace(-2, 3, N)[:, None]
+    objective = chunked_loss.Objective(divergence, (torch.rand(N, V).softmax(-1),))
+
+    def values(chunked: bool) -> list[torch.Tensor]:
+        hidden, weight, bias, targets = (t.detach().requires_grad_(t.is_floating_point()) for t in given)
+        if not chunked:
+            found = chunked_loss.plain_loss(hidden @ weight.T + bias, targets, objective=objective, per_token=per_token)
+        elif head == "any":
+
+            def logits(x: torch.Tensor) -> torch.Tensor:
+                return x @ weight.T + bias
+
+            found = chunked_loss._of_any_head(
+                logits, hidden, targets, objective=objective, per_token=per_token, label_smoothing=0.0
+            )
+        else:
+            compute = chunked_loss.token_losses if per_token else chunked_loss.loss_of
+            found = compute(hidden, weight, bias, targets, torch.float32, objective=objective)
+        learned = (found[..., 0] * factors[:, 0]).sum() if per_token else found[0] * 0.5
+        return [found, *torch.autograd.grad(learned, (hidden, weight, bias))]
+
+    for found, wanted in zip(values(True), values(False), strict=True):
+        assert found.shape == wanted.shape
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    assert values(True)[0].shape == ((N, 2) if per_token else (2,))
+
+
 @pytest.mark.parametrize("rows", [37, N], ids="{} rows".format)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 4e-3)], ids=["fp32", "bf16"])
 def test_losses_of_tokens_that_count_for_different_amounts(

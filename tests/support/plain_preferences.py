@@ -37,8 +37,11 @@ class Trained(NamedTuple):
     weights: dict[str, torch.Tensor]
 
 
-def log_probabilities(model: nn.Module, rows: Sequence[tuple[Ids, Ids]]) -> torch.Tensor:
-    """Returns the sums of log-probabilities of answers, (B,) fp32, given prompts and answers."""
+def log_probabilities(model: nn.Module, rows: Sequence[tuple[Ids, Ids]], *, aligned: bool = False) -> torch.Tensor:
+    """Returns the sums of log-probabilities of answers, (B,) fp32, given prompts and answers.
+
+    If `aligned`, the means over tokens of log p less log sum p^2 over the vocabulary.
+    """
     ids = torch.zeros(len(rows), max(len(prompt) + len(answer) for prompt, answer in rows), dtype=torch.long)
     attended, learned = torch.zeros_like(ids), torch.zeros_like(ids)
     for row, (prompt, answer) in enumerate(rows):
@@ -46,14 +49,19 @@ def log_probabilities(model: nn.Module, rows: Sequence[tuple[Ids, Ids]]) -> torc
         ids[row, :size] = torch.tensor([*prompt, *answer])
         attended[row, :size], learned[row, len(prompt) : size] = 1, 1
     logits = model(input_ids=ids, attention_mask=attended, use_cache=False).logits.float()
-    logs = logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+    each = logits[:, :-1].log_softmax(-1)
+    logs = each.gather(-1, ids[:, 1:, None])[..., 0]
+    if aligned:
+        return ((logs - (each.exp() ** 2).sum(-1).log()) * learned[:, 1:]).sum(1) / learned.sum(1)
     return (logs * learned[:, 1:]).sum(1)
 
 
-def both_answers(model: nn.Module, batch: Sequence[Pair] | Sequence[Labelled]) -> torch.Tensor:
-    """Returns (2, B): the sums of each row's first and of its second answer."""
+def both_answers(
+    model: nn.Module, batch: Sequence[Pair] | Sequence[Labelled], *, aligned: bool = False
+) -> torch.Tensor:
+    """Returns (2, B): the sums of each row's first and of its second answer; see `log_probabilities`."""
     rows = [(row[0], row[number]) for number in (1, 2) for row in batch]
-    return log_probabilities(model, rows).view(2, -1)
+    return log_probabilities(model, rows, aligned=aligned).view(2, -1)
 
 
 def train_dpo(
@@ -63,6 +71,7 @@ def train_dpo(
     loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
     *,
     sft_weight: float = 0.0,
+    weighted: bool = False,
     **optimizer: Any,
 ) -> Trained:
     """Trains on global batches of pairs; the reference is the model as it comes.
@@ -73,6 +82,7 @@ def train_dpo(
         beta: Scale of rewards.
         loss: Losses (P,) of chosen and rejected log ratios (P,); without, arXiv:2305.18290, eq. 7.
         sft_weight: Weight of the mean NLL of the batch's chosen tokens.
+        weighted: Weights each pair by the policy's alignment, without gradients (arXiv:2406.11827, eq. 2).
         **optimizer: Arguments of AdamW.
     """
     loss = loss or (lambda chosen, rejected: -logsigmoid(beta * (chosen - rejected)))
@@ -81,7 +91,10 @@ def train_dpo(
 
     def batch_loss(step: int) -> torch.Tensor:
         sums = both_answers(model, batches[step])
-        pairs = loss(*(sums - reference[step])).sum() / len(batches[step])
+        each = loss(*(sums - reference[step]))
+        if weighted:
+            each = each * both_answers(model, batches[step], aligned=True).sum(0).exp().detach()
+        pairs = each.sum() / len(batches[step])
         return pairs - sft_weight * sums[0].sum() / sum(len(pair.chosen) for pair in batches[step])
 
     return _train(model, len(batches), batch_loss, optimizer)

@@ -124,6 +124,11 @@ FEATURES = {
         {"task.name": "embedding"},
         {"data.packing": "padded", "data.train": [{"sample": 60}], "data.validation": []},
     ),
+    "teacher": Feature(
+        "distillation",
+        {"task.name": "distill", "distillation.teacher": {"name": testdata.MODEL}},
+        {"data.packing": "documents", "chat": None},
+    ),
     "own_task": Feature("custom task", {"task.name": "own_task:mlp"}),
     "fp32": Feature("fp32", {"precision": "fp32"}),
     "bf16": Feature("bf16", {"precision": "bf16"}),
@@ -241,6 +246,10 @@ def _rows() -> Iterator[tuple[str, ...]]:
             "single ddp fsdp zero3 fsdp_tp sp",
             "preferences chat documents lora AdamW fp32 evaluation",
         )
+    taught = "training/test_distill.py::test_a_student_takes_the_single_process_path[{}-distill_%s]"
+    yield taught % "chat", "ddp fsdp zero3", "teacher chat documents all AdamW fp32 evaluation"
+    yield taught % "live", "ddp fsdp zero3", "teacher documents all AdamW fp32 evaluation"
+    yield taught % "live_of_1", "=single", "teacher documents all AdamW fp32 evaluation accumulation"
     plain_loop = "training/test_preferences.py::test_the_path_is_that_of_a_plain_loop[sft]"
     yield plain_loop, "single", "preferences chat documents all AdamW fp32 evaluation"
     embedded = "training/test_embedding.py::test_embeddings_take_the_single_process_path[{}-%s]"

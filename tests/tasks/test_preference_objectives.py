@@ -26,14 +26,17 @@ from finetune.tasks.preferences.objectives import (
     aot_loss,
     baseline,
     centering,
+    distillation,
     divergence_scores,
     kto,
     log1mexp,
     orpo,
     pair_loss,
+    policy_weights,
     reward,
     smoothed,
     window_values,
+    with_rest,
     without_reference,
 )
 from finetune.tasks.preferences.pairs import _sft
@@ -197,6 +200,20 @@ def test_f_divergences_of_any_pair_are_finite(name: str, divergence: str, w: flo
     assert all(half.grad is not None and bool(half.grad.isfinite()) for half in policy)
 
 
+def test_weights_of_pairs() -> None:
+    """exp of the mean over tokens of log p_t - log sum_v p_v^2, of both answers."""
+    random = np.random.default_rng(0)
+    logits = torch.from_numpy(random.normal(size=(2, 5, 11)))  # two answers of 5 and of 3 tokens
+    written = torch.from_numpy(random.integers(0, 11, (2, 5)))
+    p = logits.softmax(-1)
+    ratio = p.gather(-1, written[..., None])[..., 0] / (p**2).sum(-1)
+    lengths = ((0, 5), (1, 3))
+    aligned = [ratio[row, :n].log().sum().item() for row, n in lengths]
+    weight = policy_weights(pair(*([one] for one in aligned)), pair([5.0], [3.0]))
+    wanted = math.prod(ratio[row, :n].prod().item() ** (1 / n) for row, n in lengths)
+    assert weight.item() == pytest.approx(wanted, rel=1e-5)
+
+
 @pytest.mark.parametrize("name", SORTED_LOSSES)
 @pytest.mark.parametrize("ties", [False, True])
 def test_sorted_losses_are_those_of_the_global_batch_however_it_is_split(name: str, ties: bool) -> None:
@@ -312,6 +329,52 @@ def logs(seed: int, tokens: int = 4, outcomes: int = 9) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(seed).normal(0, 2, (tokens, outcomes))).log_softmax(-1)
 
 
+@pytest.mark.parametrize("beta", [0.0, 0.3, 0.5, 1.0])
+def test_distillation(beta: float) -> None:
+    student, teacher = logs(0), logs(1)
+    s, t = student.exp().numpy(), teacher.exp().numpy()
+    m = beta * t + (1 - beta) * s
+
+    def kl(p: Floats, q: Floats) -> Any:
+        return (p * np.log(p / q)).sum(-1)
+
+    wanted = kl(t, s) if beta == 0 else kl(s, t) if beta == 1 else beta * kl(t, m) + (1 - beta) * kl(s, m)
+    np.testing.assert_allclose(distillation(student, teacher, beta).numpy(), wanted, rtol=1e-9)
+    np.testing.assert_allclose(distillation(student, student, beta).numpy(), 0, atol=1e-12)
+    assert torch.autograd.gradcheck(lambda x: distillation(x.log_softmax(-1), teacher, beta), student.requires_grad_())
+
+
+@given(
+    beta=st.sampled_from([0.0, 0.2, 0.5, 1.0]), scale=st.floats(0, 1e3), seed=st.integers(0, 99), masked=st.booleans()
+)
+def test_distillation_of_anything_is_finite(beta: float, scale: float, seed: int, masked: bool) -> None:
+    logits = (logs(seed) * scale).float().requires_grad_()
+    teacher = (logs(seed + 1) * scale).float()
+    if masked:
+        teacher[:, 2:4] = -math.inf
+    loss = distillation(logits.log_softmax(-1), teacher.log_softmax(-1), beta)
+    loss.sum().backward()
+    assert logits.grad is not None
+    assert bool(loss.isfinite().all() & logits.grad.isfinite().all())
+    assert loss.min() > -1e-4
+
+
+@pytest.mark.parametrize("k", [1, 4, 9])
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_stored_outcomes_and_the_rest(k: int, beta: float) -> None:
+    student, teacher = logs(2), logs(3)
+    best, index = teacher.topk(k)
+    rest = with_rest(best)
+    np.testing.assert_allclose(rest.exp().sum(-1).numpy(), 1, atol=1e-6)
+    joined = distillation(with_rest(student.gather(-1, index)), rest, beta)
+    whole = distillation(student, teacher, beta)
+    assert bool((joined <= whole + 1e-6).all())
+    if k == 9:
+        torch.testing.assert_close(joined, whole, rtol=1e-4, atol=1e-5)
+    # Rounded to fewer digits, they may add up to more than 1.
+    assert bool(with_rest(best + 1e-2).isfinite().all())
+
+
 def test_figures_are_sums_and_counts() -> None:
     labels = torch.tensor([True, False, True])
     single = answer_figures(torch.tensor([-1.0, -2.0, -4.0]), torch.tensor([0.5, 1.0, 2.0]), labels)
@@ -360,6 +423,12 @@ def test_figures_are_sums_and_counts() -> None:
         ("orpo", {"loss": ["sigmoid"]}, "task orpo has one loss, and no such key"),
         ("reward", {"centering": -0.1}, "centering is -0.1"),
         ("simpo", {"gamma": -1}, "gamma is -1; it is a number from 0 on"),
+        ("simpo", {"use_weighting": True}, "use_weighting is no key of task simpo; it is one of dpo"),
+        (
+            "dpo",
+            {"use_weighting": True, "loss": ["ipo", "aot"], "loss_weights": [1, 1]},
+            "aot compares pairs with those",
+        ),
     ],
 )
 def test_bad_hyperparameters(task: str, keys: dict[str, Any], said: str) -> None:
@@ -394,6 +463,7 @@ VALUES: dict[str, Any] = {
     "f_alpha": 0.3,
     "discopop_tau": 0.1,
     "ld_alpha": 0.5,
+    "use_weighting": True,
     "ranking": "all",
     "gamma": 1.0,
     "sft_weight": 0.2,

@@ -163,18 +163,22 @@ def pair_of(run: BuiltRun, row: int) -> plain_preferences.Pair:
     return plain_preferences.Pair(halves[0][0], halves[0][1], halves[1][1])
 
 
-@pytest.mark.parametrize("sft_weight", [0.0, 0.5], ids=["", "sft"])
-def test_the_path_is_that_of_a_plain_loop(sft_weight: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("sft_weight", "weighted"), [(0.0, False), (0.5, False), (0.5, True)], ids=["", "sft", "sft_weighted"]
+)
+def test_the_path_is_that_of_a_plain_loop(sft_weight: float, weighted: bool, tmp_path: Path) -> None:
     """Of torch alone, with padded rows and whole logits, from the paper's formula; 20 steps."""
     preference = {**MIXED, "loss_weights": [1.0, sft_weight]} if sft_weight else {"beta": 0.3}
+    preference["use_weighting"] = weighted
     plain: list[plain_preferences.Trained] = []
 
     def meddle(run: BuiltRun) -> None:
         network: Any = copy.deepcopy(unwrap(run.model))
         network.config._attn_implementation = "eager"
-        keys = {"lr": 2e-3, "weight_decay": 0.0, "eps": 1e-6}
+        keys: dict[str, Any] = {"lr": 2e-3, "weight_decay": 0.0, "eps": 1e-6}
         pairs = [*first_steps(run, 20)]
-        plain.append(plain_preferences.train_dpo(network, pairs, 0.3, sft_weight=sft_weight, **keys))
+        keys |= {"sft_weight": sft_weight, "weighted": weighted}
+        plain.append(plain_preferences.train_dpo(network, pairs, 0.3, **keys))
 
     tree = job(preference=preference, length={"steps": 20}, output={"dir": str(tmp_path / "run")})
     done = run_here({**tree, "model": {**tree["model"], "loss": "chunked"}}, meddle)

@@ -22,6 +22,8 @@ from torch.nn.functional import logsigmoid, relu
 _MAX_EXPONENT = 30.0
 # The step below 1 in fp32: no sum of probabilities is known more exactly.
 _SMALLEST_REST = 2.0**-24
+# exp of it is 0 in fp32, and a product with it is that 0, where -inf makes it NaN.
+_LOG_ZERO = -1e4
 
 
 class Pair(NamedTuple):
@@ -61,6 +63,18 @@ def divergence_scores(ratios: Pair, divergence: str = "reverse_kl", alpha: float
         return ratios
     ends = (((power * ratio).clamp(max=_MAX_EXPONENT), relu(power * ratio - _MAX_EXPONENT)) for ratio in ratios)
     return Pair(*((torch.expm1(below) + math.exp(_MAX_EXPONENT) * beyond) / power for below, beyond in ends))
+
+
+def policy_weights(aligned: Pair, tokens: Pair) -> Tensor:
+    """Returns exp of the sum of both answers' means over tokens, (P,), given sums of log p_t - log sum_v p_v^2.
+
+    v is the vocabulary. As in TRL, nothing bounds a weight, and `aot` has none; `sft`, with which TRL ends in an error
+    of torch, is not weighted here.
+
+    Source: WPO, arXiv:2406.11827, eq. 2 and section 3.3.
+    """
+    means = aligned.over(tokens)
+    return (means.chosen + means.rejected).exp()
 
 
 def smoothed(x: Tensor, label_smoothing: float) -> Tensor:
@@ -235,6 +249,39 @@ def kto(ratios: Tensor, desirable: Tensor, z: Tensor | float, beta: float, weigh
     """
     gain = torch.where(desirable, ratios - z, z - ratios)
     return torch.where(desirable, *weights) * (-beta * gain).sigmoid()
+
+
+# ---- distillation, (N,)
+
+
+def with_rest(top: Tensor) -> Tensor:
+    """Returns (N, K + 1): log-probabilities of the teacher's K likeliest outcomes, and of all others as one outcome.
+
+    The rest is 1 - sum of the K probabilities, but at least 2^-24, also where stored ones add up to more than 1. The
+    divergence of distributions joined so is at most that of the whole ones. It is `loss_add_tail` of TRL's trainer for
+    teachers on a server, whose rest is at least 1e-7.
+    """
+    return torch.cat((top, log1mexp(top.logsumexp(-1, keepdim=True))), dim=-1)
+
+
+def distillation(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
+    """b KL(t || m) + (1 - b) KL(s || m) with m = b t + (1 - b) s; for b = 0 KL(t || s), for b = 1 KL(s || t).
+
+    `student` and `teacher` are (N, K) log-probabilities of a vocabulary or of `with_rest`. The sum is divided by the
+    learned tokens of the global batch, as TRL's is; its experimental GKD takes the mean over a micro-batch. As there,
+    nothing is multiplied by the square of a temperature.
+
+    Source: GKD, arXiv:2306.13649, eq. 2.
+    """
+    student, teacher = student.clamp(min=_LOG_ZERO), teacher.clamp(min=_LOG_ZERO)
+    if beta in (0, 1):
+        return _divergence(student, teacher) if beta else _divergence(teacher, student)
+    mixture = torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
+    return beta * _divergence(teacher, mixture) + (1 - beta) * _divergence(student, mixture)
+
+
+def _divergence(p: Tensor, q: Tensor) -> Tensor:
+    return (p.exp() * (p - q)).sum(-1)
 
 
 # ---- figures by TRL's names: sums, and the numbers by which they are divided

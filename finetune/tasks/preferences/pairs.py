@@ -16,8 +16,9 @@ from finetune.config.recipe_schema import PreferenceSection, Recipe
 from finetune.data.rows.kinds import answer_pairs
 from finetune.data.rows.packed_rows import IGNORED
 from finetune.distributed.strategies import sequence
+from finetune.models.chunked_loss import Objective
 from finetune.tasks.build_task import transformers_task
-from finetune.tasks.causal_lm import CAUSAL_LM, token_losses
+from finetune.tasks.causal_lm import CAUSAL_LM, token_values
 from finetune.tasks.preferences import objectives
 from finetune.tasks.preferences.objectives import Pair
 from finetune.tasks.task import Batch, Reference, Task, Term
@@ -26,16 +27,18 @@ _TOKENS = "chosen_tokens"
 _PAIRS = "pairs"
 
 
-def sums(network: nn.Module, batch: Batch, ld_alpha: float | None = None) -> torch.Tensor:
+def sums(network: nn.Module, batch: Batch, ld_alpha: float | None = None, *, weighted: bool = False) -> torch.Tensor:
     """Returns the log-probabilities of both answers of each row, summed over their tokens: (B, 2) in fp32.
 
-    Where rows are split over ranks, over those of this rank's part.
+    Where pairs are `weighted`, also the sums that `objectives.policy_weights` takes, without gradients: (B, 4). Where
+    rows are split over ranks, sums are over those of this rank's part.
 
     Args:
         ld_alpha: What tokens beyond the length of the shorter answer count; None for 1. LLaMA-Factory weights those of
             the policy only. Source: LD-DPO, arXiv:2409.06411.
     """
-    log_probabilities, targets = -token_losses(network, batch), batch["targets"]
+    losses, *aligned = token_values(network, batch, Objective(_aligned) if weighted else None).unbind(2)
+    targets = batch["targets"]
     places = torch.arange(targets.shape[1], device=targets.device)
     rejected = places >= batch["rejected_from"][:, None]
     halves = torch.stack([~rejected, rejected], dim=1)
@@ -43,8 +46,16 @@ def sums(network: nn.Module, batch: Batch, ld_alpha: float | None = None) -> tor
     if ld_alpha is not None:
         number = ((targets != IGNORED)[:, None] & halves).cumsum(2)
         counted = torch.where(number > batch["learned"].amin(1)[:, None, None], ld_alpha * counted, counted)
-    counted = sequence.part_of_row(counted, network)
-    return (log_probabilities[:, None] * counted).sum(2)
+    counted, halves = (sequence.part_of_row(each, network) for each in (counted, halves))
+    both = -(losses[:, None] * counted).sum(2)
+    return torch.cat([both, *((one[:, None] * halves).sum(2) for one in aligned)], dim=1)
+
+
+def _aligned(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Returns -log p of each target, and log p - log sum p^2 over the vocabulary: (n, 2)."""
+    logs = logits.log_softmax(-1)
+    of_target = logs.gather(-1, targets[:, None])[:, 0]
+    return torch.stack((-of_target, (of_target - (2 * logs.detach()).logsumexp(-1)).detach()), dim=1)
 
 
 def dpo(recipe: Recipe) -> Task:
@@ -63,6 +74,9 @@ def dpo(recipe: Recipe) -> Task:
         reference, tokens = _pair(batch["reference"]), _pair(batch["learned"])
         window: dict[str, Any] = {"window": batch["window"], "rows": batch["window_rows"]} if "window" in batch else {}
         each = [objectives.pair_loss(name, policy, reference, tokens, **options, **window) for name in names]
+        if section.use_weighting:
+            weights = objectives.policy_weights(_pair(batch["aligned"]), tokens)
+            each = [loss if name == "sft" else weights * loss for name, loss in zip(names, each, strict=True)]
         ratios = policy.minus(reference)
         return [*each, *_rewards(Pair(*(section.beta * ratio for ratio in ratios)))]
 
@@ -76,7 +90,8 @@ def dpo(recipe: Recipe) -> Task:
     terms = [_term(name, weight) for name, weight in zip(names, weights, strict=True)]
     sorts = bool({*names} & {*SORTED_LOSSES})
     reference = Reference(summed, section.ld_alpha)
-    return _task(terms, losses, answer_pairs.REWARDS, summed, window=window if sorts else None, reference=reference)
+    of_policy = partial(summed, weighted=section.use_weighting)
+    return _task(terms, losses, answer_pairs.REWARDS, of_policy, window=window if sorts else None, reference=reference)
 
 
 def cpo(recipe: Recipe) -> Task:
@@ -162,7 +177,7 @@ def _task(terms: list[Term], losses: Any, figures: tuple[str, ...], summed: Any 
     def loss_sum(network: nn.Module, batch: Batch) -> torch.Tensor:
         def sums(of_rows: torch.Tensor) -> torch.Tensor:
             policy = _pair(of_rows)
-            values = [*losses(policy, batch), *(half.detach() for half in policy)]
+            values = [*losses(policy, {**batch, "aligned": of_rows[:, 2:]}), *(half.detach() for half in policy)]
             values.append((policy.chosen > policy.rejected).float())
             return torch.stack([values[index].sum() for index in order])
 

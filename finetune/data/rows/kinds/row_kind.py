@@ -130,8 +130,9 @@ class TokenRows:
     """Factor of the losses of each class, (C,); None where none is weighted."""
     stored_targets: Int64s | None = None
     """Targets of each row, (rows,), where the kind has to read documents to count them."""
-    scores: npt.NDArray[np.float32] | None = None
-    """What a reference gives each row, (rows, J); None where the task asks for nothing."""
+    scores: Any = None
+    """What a reference gives each row, (rows, J), or a teacher each target, (targets, K); None where the task asks for
+    nothing."""
 
     def __len__(self) -> int:
         return self.packed.num_rows
@@ -169,6 +170,11 @@ class TokenRows:
     def widths(self) -> Int64s:
         """Tokens of each row without those around its texts, or pairs of an input and its target: (rows,)."""
         return self.packed.sums(self.packed.lengths)
+
+    @cached_property
+    def target_starts(self) -> Int64s:
+        """Targets before each row, and at the end all: (rows + 1,)."""
+        return np.append(0, np.cumsum(self._targets))
 
     @cached_property
     def _targets(self) -> Int64s:
