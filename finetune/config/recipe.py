@@ -630,6 +630,7 @@ _OF_SEVERAL_KINDS = {
     "model.gradient_checkpointing": "true, false or 'selective'",
     "model.fp8": "true, false or 'emulated'",
     "lora.targets": f"'all-linear', {_MODULES}",
+    "preference.reference": "'start', 'adapters_off', or the `name` of a model, its `revision` and `quantization`",
 }
 
 

@@ -458,6 +458,7 @@ VALUES: dict[str, Any] = {
     "loss": ["ipo"],
     "loss_weights": [0.5],
     "beta": 0.2,
+    "reference": "adapters_off",
     "label_smoothing": 0.1,
     "f_divergence": "alpha_divergence",
     "f_alpha": 0.3,
@@ -489,7 +490,9 @@ def test_each_key_is_read_by_a_task_or_refused(task: str, key: str) -> None:
     function = import_object(BUILT_IN[task].place, "task.name")
     source = inspect.getsource(function) + inspect.getsource(preference_form) * (task != "kto")
     source += inspect.getsource(_sft) * ("_sft(" in source)
-    assert (re.search(rf"\b(section|preference)\.{key}\b", source) is not None) == (task in read)
+    # A reference is built by what starts a run.
+    reads = r"\bReference\(" if key == "reference" else rf"\b(section|preference)\.{key}\b"
+    assert (re.search(reads, source) is not None) == (task in read)
     if task in read:
         assert found == []
     else:
