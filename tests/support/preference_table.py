@@ -4,6 +4,7 @@
 that. The suite launches a part, and compares its losses with the file's.
 """
 
+import itertools
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -18,14 +19,13 @@ from recipes_for_tests import base
 
 from finetune.config.preference_losses import LOSSES
 
-# The launch files, and how many processes they start here.
+# The launch files that run without a GPU, and how many processes they start here.
 BACKENDS = {
     "single": 1,
     "ddp": 2,
     "fsdp": 2,
     "fsdp_grad_op": 2,
     "hsdp": 4,
-    "fsdp_offload": 2,
     "zero1": 2,
     "zero2": 2,
     "zero3": 2,
@@ -37,7 +37,7 @@ BACKENDS = {
     "fsdp_tp": 4,
     "fsdp_tp_sp": 4,
 }
-TOLERANCE = 1e-4
+TOLERANCE = 5e-5
 """Most that any loss, and the norm of any tensor's difference, may be of its own."""
 
 SPLITTING = ("sp", "fsdp_sp", "fsdp_tp_sp")
@@ -47,18 +47,19 @@ _ADAPTERS = {"rank": 4, "targets": "all-linear"}
 
 def job(task: str, preference: Mapping[str, Any], **sections: Any) -> dict[str, Any]:
     """Five steps of eight rows of built-in answers."""
-    packing = "padded" if task == "reward" else "documents"
+    rows = {"packing": "padded" if task == "reward" else "documents", "sequence_length": 512}
     model = {"name": testdata.MODEL, "config": None, **sections.pop("model", {})}
     return base(
         task={"name": task},
         model=model,
         tokenizer={"name": None},
-        data={"train": [{"sample": 36}], "validation": [], "sequence_length": 512, "packing": packing},
+        data={"train": [{"sample": 36}], "validation": [], "validation_fraction": 0.0, **rows},
         chat={"template": "plain"},
         preference={**preference},
         batch={"global_size": 8, "micro_size": 2},
         length={"steps": 5},
-        optim={"name": "AdamW", "lr": 2e-3, "weight_decay": 0.0, "clip_norm": None, "args": {"eps": 1e-6}},
+        # A larger eps than usual: an adapter's first gradients are zeros but for rounding, by which Adam would divide.
+        optim={"name": "AdamW", "lr": 2e-3, "weight_decay": 0.0, "clip_norm": None, "args": {"eps": 1e-4}},
         schedule={"name": "constant", "warmup_steps": 0},
         eval={"at_end": False},
         **sections,
@@ -77,6 +78,7 @@ LOSS_RUNS = {
         f"dpo: {name}": job("dpo", {"beta": 0.3, "f_divergence": name})
         for name in ("forward_kl", "js_divergence", "alpha_divergence")
     },
+    "dpo: use_weighting": job("dpo", {"beta": 0.3, "use_weighting": True}),
     "dpo: ld_alpha": job("dpo", {"beta": 0.3, "ld_alpha": 0.5}),
     "simpo": job("simpo", {"beta": 2.0, "gamma": 1.0}),
     "orpo": job("orpo", {}),
@@ -121,6 +123,14 @@ def distance(whole: Result, other: Result) -> float:
     return max(apart, weight_difference(whole, other))
 
 
+def _run_all(launcher: Launcher, backend: str) -> dict[str, Result]:
+    """Runs what is run under a launch file; three runs a launch with weights on NVMe, whose pinned buffers stay."""
+    runs = runs_on(backend)
+    each = 3 if backend == "zero3_nvme" else len(runs)
+    some = (itertools.islice(runs.items(), first, first + each) for first in range(0, len(runs), each))
+    return {name: run for part in some for name, run in launcher.many(backend, dict(part)).items()}
+
+
 def _cell(figure: float) -> str:
     return f"{figure:.1e}" if figure else "0"
 
@@ -155,7 +165,7 @@ def main(file: str) -> None:
             if backend == "single":
                 continue
             print(f"{backend} …", flush=True)
-            done, cells = launcher.many(backend, runs_on(backend)), []
+            done, cells = _run_all(launcher, backend), []
             for name in names:
                 if name in done:
                     worst[f"{name}, {backend}"] = distance(single[name], done[name].check())
