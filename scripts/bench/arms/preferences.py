@@ -29,8 +29,9 @@ BETA = 0.1
 
 def recipe_keys(spec: Spec) -> dict[str, Any]:
     """The sections of this toolkit's recipe in which it differs from that of texts."""
-    data = {"train": [{"path": spec.rows}], "sequence_length": spec.case.length, "cache_dir": f"{spec.folder}/cache"}
-    return {"task": "dpo", "preference": {"beta": BETA}, "data": {**data, "packing": "documents"}}
+    data: dict[str, Any] = {"train": [{"path": spec.rows}], "validation_fraction": 0.0, "packing": "documents"}
+    data |= {"sequence_length": spec.case.length, "add_bos": False, "cache_dir": f"{spec.folder}/cache"}
+    return {"task": "dpo", "preference": {"beta": BETA}, "data": data}
 
 
 def as_texts(recipe: Recipe) -> Task:
