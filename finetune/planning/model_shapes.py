@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from finetune.config.recipe_schema import LoraSection, OptimSection, Recipe
+from finetune.config.recipe_schema import LoraSection, ModelSection, OptimSection, Recipe, TaskSection
 from finetune.data.tokenization.tokenizer import load_tokenizer, num_ids
 from finetune.distributed.parameter_info import DTYPES, held_whole, width_of
 from finetune.distributed.split_parameters import UNSPLIT, Splits
@@ -109,7 +109,7 @@ def read_variants(recipe: Recipe, stored: str | None = None, kinds: Sequence[str
             network, packable = adapted or build_skeleton(wanted, stored, packed_later if kind == "LoRA" else None)
             quantized = wanted.model.quantization is not None
             scales = sum(pack_linear(module, wanted, shape) for module, shape in packable) if quantized else 0
-            variants[kind] = _read_variant(network, kind, wanted, scales)
+            variants[kind] = _with_teacher(_read_variant(network, kind, wanted, scales))
             adapted = (network, packable) if kind == "LoRA" and packable else None
         except RecipeError as error:
             if kind == kind_of(recipe):
@@ -137,8 +137,12 @@ def as_kind(recipe: Recipe, kind: str) -> Recipe:
         model["quantization"] = recipe.model.quantization or "nf4"
         if section.init == "pissa":
             section = section.model_copy(update={"init": "default"})
-    lora = None if kind == "full" else section
-    return recipe.model_copy(update={"lora": lora, "model": recipe.model.model_copy(update=model)})
+    changes: dict[str, Any] = {"lora": section, "model": recipe.model.model_copy(update=model)}
+    if kind == "full":
+        changes["lora"] = None
+        if recipe.preference is not None and recipe.preference.reference == "adapters_off":
+            changes["preference"] = recipe.preference.model_copy(update={"reference": "start"})
+    return recipe.model_copy(update=changes)
 
 
 def is_half(recipe: Recipe) -> bool:
@@ -170,7 +174,7 @@ def build_skeleton(recipe: Recipe, stored: str | None, packed_as: Recipe | None 
         RecipeError: If it cannot be built without weights.
     """
     plain = recipe.model_copy(update={"lora": None})
-    task = find_task(plain)
+    task = find_task(recipe)
     if task.build_skeleton is None:
         raise RecipeError(
             f"task '{recipe.task.name}' has no build_skeleton, which a plan needs to count its network without weights."
@@ -235,6 +239,21 @@ def _read_variant(network: nn.Module, kind: str, recipe: Recipe, scales: int) ->
     )
 
 
+def _with_teacher(variant: Variant) -> Variant:
+    """Returns a variant that holds a teacher in each step, too, if its recipe asks for one."""
+    section = variant.recipe.distillation
+    if section is None or section.top_k is not None:
+        return variant
+    own = variant.recipe.of_frozen(section.teacher)
+    network, packable = build_skeleton(own.model_copy(update={"distillation": None, "task": TaskSection()}), None)
+    frozen_weights.cast_frozen(network.requires_grad_(False), _written_dtype(own.model))
+    scales = sum(pack_linear(module, own, shape) for module, shape in packable)
+    held = _param_specs(ForwardWrapper(network), own, scales, UNSPLIT)
+    params = (replace(p, unit=f"teacher {p.unit}") for p in held.params)
+    specs = variant.specs
+    return replace(variant, specs=replace(specs, params=(*specs.params, *params), rest=specs.rest + held.rest))
+
+
 def _param_specs(model: nn.Module, recipe: Recipe, scales: int, splits: Splits) -> ParamSpecs:
     """Reads the parameters of a network on the meta device.
 
@@ -284,6 +303,11 @@ def _stored_dtype(recipe: Recipe, network: nn.Module, stored: str | None) -> tor
         return DTYPES[stored]
     if changed or section.name is None:
         return torch.float32
+    return _written_dtype(section)
+
+
+def _written_dtype(section: ModelSection) -> torch.dtype:
+    assert section.name is not None
     folder = pretrained_files.weights_folder(section.name, section.revision)
     if any(folder.glob("*.safetensors")):
         return pretrained_files.stored_dtype(folder)
