@@ -49,7 +49,7 @@ class Objective(NamedTuple):
 
         def inside(other: Any) -> None:
             with torch.set_grad_enabled(learns):
-                given.append(compute(self._replace(others=(*self.others, other), opening=None)))
+                given.append(compute(Objective(self.values, (*self.others, other))))
 
         self.opening(inside)
         return given[0]

@@ -18,7 +18,7 @@ from finetune.data.class_labels import some
 from finetune.data.prepare import PreparedData
 from finetune.data.rows.feed import Rows, counts_of
 from finetune.data.rows.kinds.row_kind import RowKind
-from finetune.data.tokenization.token_files import WEIGHTS
+from finetune.data.tokenization.encoded import WEIGHTS
 from finetune.models import lora_adapters
 from finetune.models.build_network import build_meta_model, build_model, init_weights
 from finetune.models.heads import Head

@@ -9,6 +9,9 @@ import numpy.typing as npt
 
 Mask = npt.NDArray[np.bool_]
 
+WEIGHTS = "weights"
+"""The column of tokens' weights, which is there once some weight is neither 0 nor 1."""
+
 
 @dataclass
 class Facts:

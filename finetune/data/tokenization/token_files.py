@@ -17,7 +17,7 @@ from finetune.data.progress_bar import Bar
 from finetune.data.sources.conversation_formats import RecordForm, Tolerance
 from finetune.data.sources.corpus import Chosen, Corpus, Rules, choose_texts
 from finetune.data.text_issues import Issues, plain_text
-from finetune.data.tokenization.encoded import Encoded, Facts
+from finetune.data.tokenization.encoded import WEIGHTS, Encoded, Facts
 from finetune.data.tokenization.memmap import (
     GrowingArray,
     Int64s,
@@ -38,8 +38,6 @@ Arrays = dict[str, npt.NDArray[Any]]
 SHARD_BYTES = 1 << 25
 """Text that a killed build tokenises again at most."""
 
-WEIGHTS = "weights"
-"""The column of tokens' weights, which is there once some weight is neither 0 nor 1."""
 _COPY_TOKENS = 1 << 22
 # Columns of all kinds of documents; the digests and copies are those of the documents before any copy.
 _OF_ALL, _OF_FIRST_COPIES = {"lengths": "int64", "digests": "uint64", "copies": "uint32"}, ("digests", "copies")

@@ -10,8 +10,8 @@ from finetune.config.recipe_schema import DataSection, Recipe
 from finetune.data.rows import packed_rows
 from finetune.data.rows.kinds.row_kind import Arrays, Numbers, RowKind, Shown, TokenRows
 from finetune.data.rows.packed_rows import IGNORED, PackedRows, ranges, round_up
+from finetune.data.tokenization.encoded import WEIGHTS
 from finetune.data.tokenization.memmap import Int64s
-from finetune.data.tokenization.token_files import WEIGHTS
 
 _ROWS_AT_ONCE = 1024
 
