@@ -2,9 +2,10 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from finetune.config.recipe_schema import Recipe
+if TYPE_CHECKING:
+    from finetune.config.recipe_schema import Recipe
 
 TASKS = ("dpo", "kto", "orpo", "simpo", "cpo", "reward")
 """Tasks that learn preferences; the first is the default of new recipes."""
@@ -56,7 +57,7 @@ _RANGES = {
 }
 
 
-def base_problem(recipe: Recipe) -> str:
+def base_problem(recipe: "Recipe") -> str:
     """Returns why a recipe's model without its adapters is not the one that training began with; empty if it is."""
     lora = recipe.lora
     if lora is None:

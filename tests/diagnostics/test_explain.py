@@ -99,7 +99,7 @@ def test_every_value_of_a_recipe_with_its_place(file: Path) -> None:
     effective, tree = flat(load_recipe(file).model_dump(mode="json")), flat(read_recipe(file))
     found = {value.key: value for value in recipe_values(load_recipe(file), str(file), (), [read_recipe(file)], {})}
     sections = {key for key in found if key not in effective}
-    assert sections <= {"lora", "chat", "sample", "preference"}
+    assert sections <= {"lora", "chat", "sample", "preference", "distillation", "embedding"}
     assert set(effective) == set(found) - sections
     lines = file.read_text().splitlines()
     for key, value in effective.items():
@@ -160,7 +160,9 @@ def test_every_number_has_a_unit() -> None:
     for name, section in {**schema["$defs"], "Recipe": schema}.items():
         for key, facts in section["properties"].items():
             parts = [facts, *facts.get("anyOf", [])]
-            if {"integer", "number"} & {kind.get("type") for part in parts for kind in (part, part.get("items", {}))}:
+            inside = [part.get(name) for part in parts for name in ("items", "additionalProperties")]
+            kinds = [*parts, *(kind for kind in inside if isinstance(kind, dict))]
+            if {"integer", "number"} & {kind.get("type") for kind in kinds}:
                 numbers.add((name, key))
     sections = {"Recipe": Recipe, **{found.__name__: found for found in Section.__subclasses__()}}
     with_unit = {

@@ -18,7 +18,7 @@ from finetune.distributed.link_speeds import LinkSpeeds
 from finetune.monitoring.out_of_memory import explain_out_of_memory
 from finetune.planning.planner import machines_of, make_plan
 from finetune.tasks.task_lookup import BUILT_IN
-from finetune.training import build_run
+from finetune.training import load_network
 from finetune.training.dry_run import describe
 from finetune.utils.errors import MemoryFullError, RecipeError
 
@@ -94,7 +94,7 @@ def test_a_network_that_does_not_fit_does_not_accuse_the_micro_batch(
     def full(*_: Any, **__: Any) -> Any:
         raise RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory")
 
-    monkeypatch.setattr(build_run, "init_weights", full)
+    monkeypatch.setattr(load_network, "init_weights", full)
     tree = tree_of(tmp_path, {"config": {**SMALL, "num_hidden_layers": 1}})
     tree["data"]["train"] = [{"sample": 20}]
     with pytest.raises(MemoryFullError, match="network itself does not fit") as caught:

@@ -201,7 +201,7 @@ def test_predict_writes_embeddings(
     assert figures["accuracy"] == pytest.approx(run.results["validation_accuracy"])
     assert figures["loss"] == pytest.approx(run.results["validation_loss"], rel=1e-5)
     assert main.main(["eval", str(run.directory), "--data", str(run.directory.parent / "texts.jsonl")]) == 0
-    assert f"accuracy {figures['accuracy']:.5f}, recall_at_5" in capsys.readouterr().out
+    assert f"accuracy {figures['accuracy']:.4f}, recall_at_5" in capsys.readouterr().out
     assert main.main(["data", str(run.directory / "recipe.yaml"), "--show", "3"]) == 0
     shown = capsys.readouterr().out
     assert all(f"text [{name}]" in shown for name in ("anchor", "positive", "negative"))
