@@ -179,6 +179,21 @@ def adapters(folder: Path) -> None:
     assert known.is_bnb_4bit_available()
 
 
+def without_adapters(folder: Path) -> None:
+    """A network computes as if it had no adapters, which stay trained, and with them again."""
+    from peft import LoraConfig, get_peft_model
+
+    network, ids = llama(), torch.arange(6)[None]
+    plain = network(ids).logits
+    attached = get_peft_model(network, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    adapted = attached(ids).logits
+    assert not torch.equal(adapted, plain)
+    with peft_private.adapters_off(attached):
+        assert torch.equal(attached(ids).logits, plain)
+        assert all(p.requires_grad for name, p in attached.named_parameters() if ".lora_" in name)
+    assert torch.equal(attached(ids).logits, adapted)
+
+
 def networks(folder: Path) -> None:
     """A tie that is undone stays undone; first weights are drawn anew for a network without any."""
     network = llama(tie_word_embeddings=True)
@@ -248,7 +263,20 @@ def swaps(folder: Path) -> None:
     distributed.destroy_process_group()
 
 
-_ALL = (optimizers, modules, compiled, processor, builds, collectives, elastic, rows, adapters, networks, swaps)
+_ALL = (
+    optimizers,
+    modules,
+    compiled,
+    processor,
+    builds,
+    collectives,
+    elastic,
+    rows,
+    adapters,
+    without_adapters,
+    networks,
+    swaps,
+)
 CHECKS = {check.__name__: check for check in _ALL}
 
 if __name__ == "__main__":
